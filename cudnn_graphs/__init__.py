@@ -1,0 +1,31 @@
+"""Sparse attention for NVIDIA GPUs as a cuDNN Frontend graph backend: plans built once, kept, run on the caller's stream.
+
+Public names are loaded on first use; importing this package initializes nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+logging.getLogger("cudnn_graphs").addHandler(logging.NullHandler())
+
+_OPS = ("BlockSparsePagedTSWrapper", "PagedBlockSparseSignature", "block_sparse_attention_with_paged_kv_cache")
+_PLANNING = ("Plan", "PlanMissError", "PlanStore", "default_store")
+
+__all__ = sorted((*_OPS, *_PLANNING, "ops", "planning"))
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OPS:
+        return getattr(importlib.import_module(".ops", __name__), name)
+    if name in _PLANNING:
+        return getattr(importlib.import_module(".planning", __name__), name)
+    if name in ("ops", "planning"):
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

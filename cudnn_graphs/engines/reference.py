@@ -1,0 +1,39 @@
+"""The CPU engine: plain torch, for development and as a second opinion. On a GPU only when asked by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..descriptor import SparseBlockDescriptor
+from ..reference.paged import attend_paged
+from ..runtime.cubins import CubinCache
+from ..runtime.devices import DeviceFacts
+from .base import Compiled
+
+ATTEND: dict[str, Callable[[Any], None]] = {"csr/paged": attend_paged}
+
+
+class ReferenceEngine:
+    """Nothing to build: a plan is the function that serves the descriptor's kind."""
+
+    name = "reference"
+
+    def compile(self, descriptor: SparseBlockDescriptor, device: DeviceFacts, cubins: CubinCache) -> Compiled:
+        return Compiled({"config": {}, "workspace_bytes": 0, "kernels": [{"name": ATTEND[descriptor.kind].__name__}]})
+
+    def load(self, descriptor: SparseBlockDescriptor, device: DeviceFacts, compiled: Compiled) -> ReferenceExecutable:
+        return ReferenceExecutable(ATTEND[descriptor.kind])
+
+    def source_digest(self, descriptor: SparseBlockDescriptor, device: DeviceFacts) -> str:
+        return "torch"
+
+
+class ReferenceExecutable:
+    workspace_bytes = 0
+
+    def __init__(self, attend: Callable[[Any], None]) -> None:
+        self._attend = attend
+
+    def launch(self, arguments: Any, workspace: int, stream: int) -> None:
+        self._attend(arguments)

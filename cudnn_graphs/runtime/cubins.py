@@ -1,0 +1,58 @@
+"""Compiled kernels, kept by the content of their source: in memory, and in a directory where one is given."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+from .files import read_checked, write_atomic
+from .nvrtc import Cubin, KernelSource, Resources, compile_cubin, nvrtc_version, source_digest
+
+log = logging.getLogger("cudnn_graphs")
+
+
+class CubinCache:
+    """`get` returns the cubin of a source for an architecture, compiling it at most once per process and directory."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self.directory = directory
+        self._memory: dict[str, Cubin] = {}
+        self._lock = threading.Lock()
+        self._building: dict[str, threading.Lock] = {}
+
+    def get(self, source: KernelSource, arch: str) -> Cubin:
+        major, minor = nvrtc_version()
+        key = f"{source.entry}-{arch}-nvrtc{major}.{minor}-{source_digest(source)[:32]}-{source.threads}-{source.smem_bytes}"
+        with self._lock:
+            if key in self._memory:
+                return self._memory[key]
+            building = self._building.setdefault(key, threading.Lock())
+        with building:
+            with self._lock:
+                if key in self._memory:
+                    return self._memory[key]
+            cubin = self._read(key) or self._compile(key, source, arch)
+            with self._lock:
+                self._memory[key] = cubin
+            return cubin
+
+    def _compile(self, key: str, source: KernelSource, arch: str) -> Cubin:
+        start = time.perf_counter()
+        cubin = compile_cubin(source, arch)
+        where = "memory only" if self.directory is None else self.directory / f"{key}.cubin"
+        log.info("compiled %s for %s in %.2f s; cached in %s", source.entry, arch, time.perf_counter() - start, where)
+        if self.directory is not None:
+            header = {"entry": source.entry, "arch": arch, "resources": cubin.resources.to_json(), "log": cubin.log}
+            write_atomic(self.directory / f"{key}.cubin", cubin.image, header)
+        return cubin
+
+    def _read(self, key: str) -> Cubin | None:
+        if self.directory is None:
+            return None
+        found = read_checked(self.directory / f"{key}.cubin")
+        if found is None:
+            return None
+        image, header = found
+        return Cubin(image, Resources(**header["resources"]), header["log"])

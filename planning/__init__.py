@@ -1,0 +1,11 @@
+"""Planning: signatures, the support table, engine choice, plans and the plan store."""
+
+from ..errors import PlanMissError
+from .plan import Plan
+from .ranking import choose
+from .signature import Signature, register_signature
+from .store import PlanStore, StoreStats, default_store
+from .support import ENGINES, REQUIREMENTS, Verdict, verdict
+
+__all__ = ["ENGINES", "REQUIREMENTS", "Plan", "PlanMissError", "PlanStore", "Signature", "StoreStats", "Verdict", "choose", "default_store",
+           "register_signature", "verdict"]

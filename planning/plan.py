@@ -1,0 +1,123 @@
+"""A plan: one signature on one device, built, and ready to run from any thread and stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..engines.base import Executable
+from ..errors import problem
+from ..runtime.devices import DeviceFacts
+from ..runtime.streams import current_raw_stream, is_capturing, on_device
+from .signature import Signature
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BuiltPlan:
+    """What an engine built for one signature. Shared by every plan that runs on it."""
+
+    signature: Signature
+    device: DeviceFacts
+    engine: str
+    executable: Executable
+    header: Mapping[str, Any]           # everything describe() says, as kept on disk
+    payload_bytes: int
+    workspaces: dict[int, torch.Tensor]  # raw stream -> buffer
+    lock: threading.Lock
+
+    def workspace(self, stream: int) -> torch.Tensor:
+        """This stream's own buffer; under capture a fresh one, which then belongs to the graph's memory pool."""
+        size = self.executable.workspace_bytes
+        if is_capturing(self.device):
+            return torch.empty(size, dtype=torch.uint8, device=self.device.torch_device)
+        buffer = self.workspaces.get(stream)
+        if buffer is None:
+            with self.lock:
+                buffer = self.workspaces.setdefault(stream, torch.empty(size, dtype=torch.uint8, device=self.device.torch_device))
+        return buffer
+
+
+class Plan:
+    """An immutable plan. `run` takes the operation's run arguments; `describe` says what was built and why.
+
+    A plan may run on one built for larger capacities (`built_for`): the facts are equal, and every size
+    that this signature bounds is still checked against this signature.
+    """
+
+    __slots__ = ("signature", "_built", "workspace_bytes")
+
+    def __init__(self, signature: Signature, built: BuiltPlan) -> None:
+        object.__setattr__(self, "signature", signature)
+        object.__setattr__(self, "_built", built)
+        object.__setattr__(self, "workspace_bytes", built.executable.workspace_bytes)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: a plan is immutable; make another from a changed signature")
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.signature.label} on {self.engine}, {self.device.name}>"
+
+    @property
+    def engine(self) -> str:
+        return self._built.engine
+
+    @property
+    def device(self) -> DeviceFacts:
+        return self._built.device
+
+    @property
+    def built_for(self) -> Signature:
+        return self._built.signature
+
+    def run(self, *args: Any, workspace: torch.Tensor | None = None, validate: bool = True, **kwargs: Any) -> Any:
+        """Run the operation: its own arguments, as its wrapper's `run` takes them.
+
+        workspace: a uint8 tensor of at least `workspace_bytes` on the plan's device, 256-byte aligned; absent,
+        one buffer per (plan, stream) is kept. Nothing is copied to the host and nothing synchronizes.
+        Raises TypeError and ValueError as the operation documents; `validate=False` skips those host checks.
+        """
+        arguments = self.signature.bind(self._built.device, *args, validate=validate, **kwargs)
+        self.launch(arguments, workspace)
+        return arguments.result
+
+    def launch(self, arguments: Any, workspace: torch.Tensor | None = None) -> None:
+        """Launch bound arguments on the caller's current stream of the plan's device."""
+        built = self._built
+        if built.device.kind == "cpu":
+            built.executable.launch(arguments, 0, 0)
+            return
+        with on_device(built.device):
+            stream = current_raw_stream(built.device)
+            pointer = 0
+            if self.workspace_bytes:
+                workspace = built.workspace(stream) if workspace is None else self._checked(workspace)
+                pointer = workspace.data_ptr()
+            built.executable.launch(arguments, pointer, stream)
+
+    def _checked(self, workspace: torch.Tensor) -> torch.Tensor:
+        if not isinstance(workspace, torch.Tensor):
+            raise TypeError(problem("workspace", type(workspace).__name__, "a uint8 tensor", "allocate plan.workspace_bytes bytes"))
+        if workspace.device != self.device.torch_device or workspace.dtype != torch.uint8 or not workspace.is_contiguous():
+            raise ValueError(problem("workspace", f"{workspace.dtype} on {workspace.device}", f"contiguous uint8 on {self.device.torch_device}",
+                                     "allocate it with torch.empty(plan.workspace_bytes, dtype=torch.uint8)"))
+        if workspace.numel() < self.workspace_bytes or workspace.data_ptr() % 256:
+            raise ValueError(problem("workspace", f"{workspace.numel()} bytes at {workspace.data_ptr():#x}",
+                                     f"{self.workspace_bytes} bytes aligned to 256", "allocate plan.workspace_bytes bytes"))
+        return workspace
+
+    def describe(self) -> dict[str, Any]:
+        """Signature, engine and why the others declined, kernels with registers, spills and shared memory, tile
+        configuration, workspace bytes, build and load seconds, device and versions, as plain data."""
+        header = dict(self._built.header)
+        if self.built_for != self.signature:
+            header["serves"] = self.signature.to_json()
+        return header
+
+
+def frozen_header(header: dict[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType(header)

@@ -1,0 +1,50 @@
+"""Which engine is picked when none is named: a fixed table, so that the same call always picks the same one.
+
+The order of a measured device comes from `scripts/bench.py` (tests/gpu_report.json); every other device
+takes `UNMEASURED`. Nothing is ever timed at run time.
+"""
+
+from __future__ import annotations
+
+from ..descriptor import SparseBlockDescriptor
+from ..runtime.devices import DeviceFacts
+from .support import ENGINES, Verdict, verdict
+
+UNMEASURED = ("sm90", "portable", "cudnn")
+
+MEASURED: dict[tuple[str, tuple[int, int]], tuple[str, ...]] = {
+}
+
+
+def order(descriptor: SparseBlockDescriptor, device: DeviceFacts) -> tuple[str, ...]:
+    """Engines to try, best first. `reference` only ever on the CPU."""
+    if device.kind == "cpu":
+        return ("reference",)
+    return MEASURED.get((descriptor.kind, device.capability), UNMEASURED)
+
+
+def choose(descriptor: SparseBlockDescriptor, device: DeviceFacts, engine: str | None = None) -> tuple[str, dict[str, str]]:
+    """The engine that serves `descriptor` on `device`, and why each other engine does not.
+
+    Raises ValueError for an unknown engine name; NotImplementedError, with every engine's reason, when none serves.
+    """
+    if engine is not None and engine not in ENGINES:
+        raise ValueError(f"engine: got {engine!r}; need one of {', '.join(ENGINES)} or None; leave it out to pick by the ranking table")
+    candidates = order(descriptor, device) if engine is None else (engine,)
+    verdicts: dict[str, Verdict] = {name: verdict(name, descriptor, device) for name in ENGINES}
+    picked = next((name for name in candidates if verdicts[name].ok), None)
+    if picked is None:
+        asked = "no engine" if engine is None else f"engine {engine!r} does not serve this"
+        reasons = "; ".join(f"{name}: {verdicts[name].reason or 'not picked on this device unless named'}" for name in ENGINES)
+        raise NotImplementedError(f"{asked}: got {descriptor.kind} on {device.name}; need an engine that serves it; {reasons}")
+    return picked, {name: _why_not(name, picked, engine, verdicts[name]) for name in ENGINES if name != picked}
+
+
+def _why_not(name: str, picked: str, forced: str | None, said: Verdict) -> str:
+    if not said.ok:
+        return said.reason
+    if forced is not None:
+        return f"serves it; {picked} was named"
+    if name == "reference":
+        return "serves it; never picked on a GPU unless named"
+    return f"serves it; {picked} ranks first"

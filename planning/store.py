@@ -1,0 +1,376 @@
+"""The plan store: every plan of this process in memory, in front of a directory that outlives it.
+
+`get` looks up exactly, then for the smallest cached plan that fits, then builds, once per key however
+many threads ask. `freeze` turns a miss into `PlanMissError`. Damaged, foreign or outdated entries of the
+directory are misses, never errors and never a wrong plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..engines.base import Compiled
+from ..errors import CaptureError, PlanMissError
+from ..runtime.cubins import CubinCache
+from ..runtime.devices import DeviceFacts, device_facts
+from ..runtime.environment import engine_environment, versions
+from ..runtime.files import untrusted
+from ..runtime.streams import is_capturing
+from .disk import DiskEntry, PlanDirectory
+from .engines import engine_named
+from .plan import BuiltPlan, Plan, frozen_header
+from .ranking import choose
+from .signature import Signature
+
+log = logging.getLogger("cudnn_graphs")
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Counts since the store was opened, and the seconds spent in each."""
+
+    hits: int = 0               # exact, in memory
+    fits: int = 0               # served by a plan of larger capacities
+    misses: int = 0             # neither in memory nor on disk
+    builds: int = 0
+    loads: int = 0              # from disk
+    evictions: int = 0
+    negative_hits: int = 0      # a refusal remembered
+    build_seconds: float = 0.0
+    load_seconds: float = 0.0
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def entry_key(signature: Signature, engine: str, device: DeviceFacts) -> str:
+    """The name of one entry: signature, engine and device identity. Versions are compared, not named, so an
+    upgrade replaces an entry instead of leaving the old one behind."""
+    text = json.dumps([signature.key, engine, device.identity()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+class PlanStore:
+    """Plans in memory in front of `root`. None: memory only.
+
+    max_entries, max_bytes: bounds on what is kept, in memory and on disk each; least recently used goes
+    first, pinned plans never. trust: load code from a directory that others own or can write to.
+    Thread-safe; any number of processes may share one directory.
+    """
+
+    def __init__(self, root: str | os.PathLike[str] | None = None, *, max_entries: int = 4096, max_bytes: int = 4 << 30, trust: bool = False) -> None:
+        self.root = None if root is None else Path(root).expanduser()
+        if self.root is not None and not trust and (why := untrusted(self.root)):
+            log.warning("plan store %s is not used, plans stay in memory: a plan is code, and %s; or open it with trust=True", self.root, why)
+            self.root = None
+        self.max_entries, self.max_bytes = max_entries, max_bytes
+        self._disk = None if self.root is None else PlanDirectory(self.root, max_entries, max_bytes)
+        self.cubins = CubinCache(None if self.root is None else _kernel_directory(self.root))
+        self._lock = threading.RLock()
+        self._built: OrderedDict[str, BuiltPlan] = OrderedDict()     # entry key -> plan, least recently used first
+        self._pinned: set[str] = set()
+        self._views: dict[tuple[Signature, int | None, str | None], tuple[Plan, str]] = {}
+        self._refused: dict[tuple[str, int | None, str | None], str] = {}
+        self._flights: dict[str, threading.Lock] = {}
+        self._uses: dict[str, int] = {}
+        self._stats = StoreStats()
+        self._frozen = False
+
+    # -- lookup ---------------------------------------------------------------------------------------
+
+    def get(self, signature: Signature, device: Any = None, engine: str | None = None) -> Plan:
+        """The plan of `signature` on `device` (None: the current CUDA device, or the CPU).
+
+        Exact in memory, exact on disk, the smallest cached plan that fits, else a single-flight build.
+        Raises NotImplementedError when no engine serves it, PlanMissError when frozen, CaptureError when a
+        build or load would happen during CUDA graph capture.
+        """
+        facts = device_facts(device)
+        view = self._views.get((signature, facts.index, engine))
+        if view is not None:
+            plan, key = view
+            with self._lock:
+                if key in self._built:
+                    self._built.move_to_end(key)
+                    self._uses[key] = self._uses.get(key, 0) + 1
+                    self._stats.hits += plan.built_for is plan.signature
+                    self._stats.fits += plan.built_for is not plan.signature
+                    return plan
+        return self._find(signature, facts, engine, exact=False)
+
+    def build(self, signatures: Iterable[Signature], device: Any = None, *, engine: str | None = None, progress: bool = False, pin: bool = True) -> list[Plan]:
+        """Plans for all `signatures`, each exactly, built where the store does not hold them. pin: never evict them."""
+        facts, todo = device_facts(device), list(signatures)
+        plans = []
+        for signature in _track(todo, progress):
+            plan = self._find(signature, facts, engine, exact=True)
+            plans.append(plan)
+            if pin:
+                self._pinned.add(entry_key(plan.built_for, plan.engine, facts))
+        return plans
+
+    def _find(self, signature: Signature, device: DeviceFacts, engine: str | None, *, exact: bool) -> Plan:
+        picked, declined = self._choose(signature, device, engine)
+        key = entry_key(signature, picked, device)
+        with self._flight(key):
+            built = self._in_memory(key) or self._load(key, picked, device)
+            if built is None and not exact:
+                built = self._fitting(signature, picked, device)
+            if built is None:
+                built = self._build(key, signature, picked, declined, device)
+        plan = Plan(built.signature if built.signature == signature else signature, built)
+        with self._lock:
+            self._views[(signature, device.index, engine)] = (plan, entry_key(built.signature, picked, device))
+        return plan
+
+    def _choose(self, signature: Signature, device: DeviceFacts, engine: str | None) -> tuple[str, dict[str, str]]:
+        slot = (signature.key, device.index if device.kind == "cuda" else None, engine)
+        if slot in self._refused:
+            self._stats.negative_hits += 1
+            raise NotImplementedError(self._refused[slot])
+        try:
+            return choose(signature.lower(), device, engine)
+        except NotImplementedError as error:
+            self._refused[slot] = str(error)
+            raise
+
+    @contextlib.contextmanager
+    def _flight(self, key: str) -> Iterator[None]:
+        """One thread at a time looks for or builds `key`; the others find what it made."""
+        with self._lock:
+            flight = self._flights.setdefault(key, threading.Lock())
+        with flight:
+            yield
+
+    def _in_memory(self, key: str) -> BuiltPlan | None:
+        with self._lock:
+            built = self._built.get(key)
+            if built is not None:
+                self._built.move_to_end(key)
+                self._stats.hits += 1
+                self._uses[key] = self._uses.get(key, 0) + 1
+            return built
+
+    def _fitting(self, signature: Signature, engine: str, device: DeviceFacts) -> BuiltPlan | None:
+        """The smallest cached plan of larger capacities, in memory or on disk."""
+        with self._lock:
+            known = {k: b.signature for k, b in self._built.items() if b.engine == engine and b.device == device}
+        if self._disk is not None:
+            for entry in self._disk.entries():
+                if entry.engine == engine and entry.device == device.identity() and entry.signature is not None:
+                    known.setdefault(entry.key, entry.signature)
+        fitting = sorted((s.size(), k) for k, s in known.items() if s.fits(signature))
+        for _, key in fitting:
+            built = self._built.get(key) or self._load(key, engine, device)
+            if built is not None:
+                with self._lock:
+                    self._stats.fits += 1
+                    self._uses[key] = self._uses.get(key, 0) + 1
+                return built
+        return None
+
+    # -- making plans ---------------------------------------------------------------------------------
+
+    def _load(self, key: str, engine: str, device: DeviceFacts) -> BuiltPlan | None:
+        """The entry `key` from disk, or None where there is none that this environment may use."""
+        if self._disk is None or not self._disk.holds(key):
+            return None
+        _refuse_capture(device, f"loading plan {key[:12]}")
+        start = time.perf_counter()
+        found = self._disk.read(key, engine, device, lambda s: engine_named(engine).source_digest(s.lower(), device))
+        if found is None:
+            return None
+        signature, header, payload = found
+        try:
+            compiled = Compiled(header["compiled"], Compiled.parts_of(payload))
+            executable = engine_named(engine).load(signature.lower(), device, compiled)
+        except Exception as error:  # noqa: BLE001 - whatever a loader says of a payload, the answer is to build anew
+            log.warning("plan %s could not be loaded and is built anew: %s", key[:12], error)
+            return None
+        seconds = time.perf_counter() - start
+        built = BuiltPlan(signature, device, engine, executable, frozen_header({**header, "load_seconds": seconds}), len(payload), {}, threading.Lock())
+        with self._lock:
+            self._stats.loads += 1
+            self._stats.load_seconds += seconds
+            self._uses[key] = self._uses.get(key, 0) + 1
+        self._keep(key, built)
+        return built
+
+    def _build(self, key: str, signature: Signature, engine: str, declined: dict[str, str], device: DeviceFacts) -> BuiltPlan:
+        with self._lock:
+            self._stats.misses += 1
+        if self._frozen:
+            raise PlanMissError(self._miss_text(signature, engine, device))
+        _refuse_capture(device, f"building {signature.label}")
+        start = time.perf_counter()
+        compiled, header = self._compile(signature, engine, declined, device)
+        executable = engine_named(engine).load(signature.lower(), device, compiled)
+        header["build_seconds"] = time.perf_counter() - start
+        log.info("built %s on %s in %.3f s; %s", signature.label, engine, header["build_seconds"], self.root or "memory only")
+        payload = self._write(key, header, compiled)
+        built = BuiltPlan(signature, device, engine, executable, frozen_header(header), payload, {}, threading.Lock())
+        with self._lock:
+            self._stats.builds += 1
+            self._stats.build_seconds += header["build_seconds"]
+            self._uses.setdefault(key, 0)
+        self._keep(key, built)
+        return built
+
+    def _compile(self, signature: Signature, engine: str, declined: dict[str, str], device: DeviceFacts) -> tuple[Compiled, dict[str, Any]]:
+        descriptor = signature.lower()
+        compiled = engine_named(engine).compile(descriptor, device, self.cubins)
+        header = {
+            "key": entry_key(signature, engine, device), "label": signature.label, "signature": signature.to_json(), "signature_key": signature.key,
+            "descriptor": descriptor.to_json(), "engine": engine, "declined": declined, "device": device.identity(),
+            "environment": engine_environment(engine), "versions": versions(), "source_digest": engine_named(engine).source_digest(descriptor, device),
+            "compiled": compiled.facts, "created": time.time(),
+        }
+        return compiled, header
+
+    def build_ahead(self, signature: Signature, device: DeviceFacts, engine: str | None = None) -> dict[str, Any]:
+        """Compile for a device that is not here and write the entry. Returns its header. Needs a directory."""
+        if self._disk is None:
+            raise CaptureError("store: got memory only; need a directory to build ahead of time; open PlanStore(path)")
+        picked, declined = self._choose(signature, device, engine)
+        start = time.perf_counter()
+        compiled, header = self._compile(signature, picked, declined, device)
+        header["build_seconds"] = time.perf_counter() - start
+        self._write(header["key"], header, compiled)
+        self._stats.builds += 1
+        return header
+
+    def _write(self, key: str, header: dict[str, Any], compiled: Compiled) -> int:
+        payload = compiled.payload()
+        header["payload_bytes"] = len(payload)
+        if self._disk is not None:
+            self._disk.write(key, header, payload, keep=self._pinned | {key})
+        return len(payload)
+
+    def _keep(self, key: str, built: BuiltPlan) -> None:
+        """Put a plan in memory and push out the least recently used beyond the bounds."""
+        with self._lock:
+            self._built[key] = built
+            self._built.move_to_end(key)
+            if is_capturing():
+                return
+            total = sum(b.payload_bytes for b in self._built.values())
+            for old in [k for k in self._built if k not in self._pinned and k != key]:
+                if len(self._built) <= self.max_entries and total <= self.max_bytes:
+                    break
+                total -= self._built.pop(old).payload_bytes
+                self._stats.evictions += 1
+            if len(self._views) > 4 * self.max_entries:
+                self._views = {s: v for s, v in self._views.items() if v[1] in self._built}
+
+    # -- state ----------------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """From here on a miss raises PlanMissError instead of building."""
+        self._frozen = True
+
+    def thaw(self) -> None:
+        """Build on a miss again."""
+        self._frozen = False
+
+    @property
+    def frozen(self) -> bool:
+        return self._frozen
+
+    def stats(self) -> StoreStats:
+        """A snapshot of the counts."""
+        with self._lock:
+            return StoreStats(**asdict(self._stats))
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Headers of every plan here and on disk, other devices' included, newest first, each with `where` and `hits`."""
+        with self._lock:
+            rows = {k: {**b.header, "key": k, "where": "memory", "hits": self._uses.get(k, 0), "pinned": k in self._pinned} for k, b in self._built.items()}
+        if self._disk is not None:
+            for entry in self._disk.entries():
+                known = rows.get(entry.key)
+                if known is not None:
+                    known["where"] = "memory, disk"
+                else:
+                    rows[entry.key] = {**entry.header, "key": entry.key, "where": "disk", "hits": entry.loads, "pinned": False}
+        return sorted(rows.values(), key=lambda r: -r["created"])
+
+    def verify(self) -> list[tuple[str, str]]:
+        """Every damaged entry of the directory as (key, what is wrong)."""
+        return [] if self._disk is None else self._disk.verify()
+
+    def clear(self) -> int:
+        """Forget every plan and delete the directory's entries; how many there were. Plans in use keep working."""
+        _refuse_capture(None, "clearing the store")
+        with self._lock:
+            keys = set(self._built)
+            self._built.clear()
+            self._views.clear()
+            self._refused.clear()
+            self._pinned.clear()
+        if self._disk is not None:
+            keys |= set(self._disk.clear())
+        return len(keys)
+
+    def _miss_text(self, signature: Signature, engine: str, device: DeviceFacts) -> str:
+        nearest = min((s for s in self._signatures() if type(s) is type(signature)), default=None,
+                      key=lambda s: (len(signature.differences(s)), s.label))
+        text = f"signature: got {signature.label} for {engine} on {device.name}, which the frozen store does not hold; "
+        if nearest is None:
+            text += "need a plan built before freeze(), and the store holds none of this type; "
+        else:
+            differing = ", ".join(f"{n} {mine!r} (cached: {theirs!r})" for n, (mine, theirs) in signature.differences(nearest).items())
+            text += f"nearest cached: {nearest.label}, differing in {differing or 'engine or device only'}; "
+        signatures = json.dumps([signature.to_json()])
+        where = self.root or "DIR"
+        return text + f"build it with store.build([signature]) before freeze(), or: echo '{signatures}' | python scripts/build_plans.py - --store {where}"
+
+    def _signatures(self) -> list[Signature]:
+        with self._lock:
+            known = {b.signature for b in self._built.values()}
+        if self._disk is not None:
+            known |= {e.signature for e in self._disk.entries() if e.signature is not None}
+        return list(known)
+
+
+def _refuse_capture(device: DeviceFacts | None, what: str) -> None:
+    if is_capturing(device):
+        raise CaptureError(f"CUDA graph capture: got {what}; need every plan built and loaded before capture begins; call store.build(...) at startup")
+
+
+def _kernel_directory(root: Path) -> Path:
+    return root.parent / "kernels" if root.name == "plans" else root / "kernels"
+
+
+def _track(signatures: list[Signature], progress: bool) -> Iterable[Signature]:
+    if not progress:
+        return signatures
+    from rich.progress import track
+    return track(signatures, description="building plans")
+
+
+def default_root() -> Path:
+    """`$CUDNN_GRAPHS_CACHE_DIR`, else `$XDG_CACHE_HOME/cudnn_graphs`, else `~/.cache/cudnn_graphs`."""
+    if chosen := os.environ.get("CUDNN_GRAPHS_CACHE_DIR"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cudnn_graphs"
+
+
+@functools.lru_cache(maxsize=None)
+def default_store() -> PlanStore:
+    """The process's own store, on disk at the default root, opened at first use."""
+    return PlanStore(default_root() / "plans")
+
+
+__all__ = ["DiskEntry", "PlanStore", "StoreStats", "default_root", "default_store", "entry_key"]
