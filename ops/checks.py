@@ -87,10 +87,49 @@ def row_aligned(name: str, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+Structure = tuple[Any, ...]
+_MOST_STRUCTURES = 256
+
+
+def structure(device: torch.device, fixed: tuple[Any, ...], free: tuple[Any, ...]) -> Structure | None:
+    """Everything about tensors that the checks look at except their addresses beyond alignment: equal structures pass alike.
+
+    About 5 us, against 40 for the checks themselves. Of the `free` vectors the length is left out, since it varies from
+    call to call. None where a value is no tensor: then only the checks can say what is wrong.
+    """
+    parts: list[Any] = [device]
+    for value in fixed:
+        if isinstance(value, torch.Tensor):
+            parts.append((value.dtype, value.device, value.shape, value.stride(), value.data_ptr() & 15))
+        elif value is not None:
+            return None
+        else:
+            parts.append(None)
+    for value in free:
+        if value is None:
+            parts.append(None)
+        elif isinstance(value, torch.Tensor) and value.dim() == 1:
+            parts.append((value.dtype, value.device, value.stride(0)))
+        else:
+            return None
+    return tuple(parts)
+
+
+def remember(passed: set[Structure], checked: Structure | None) -> None:
+    """Keep a structure that passed; forget all when there are too many, so that varying shapes cannot grow the set."""
+    if checked is not None and checked not in passed:
+        if len(passed) >= _MOST_STRUCTURES:
+            passed.clear()
+        passed.add(checked)
+
+
 def _extent(value: torch.Tensor) -> tuple[int, int]:
-    start = value.data_ptr()
-    span = sum((n - 1) * s for n, s in zip(value.shape, value.stride()))
-    return start, start + (span + 1) * value.element_size() if value.numel() else start
+    """First byte and the one past the last that a tensor's elements touch."""
+    start, size = value.data_ptr(), value.element_size()
+    if value.is_contiguous():
+        return start, start + value.numel() * size
+    span = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride()))
+    return start, start + span * size if value.numel() else start
 
 
 class _Layout:

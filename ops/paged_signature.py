@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -138,22 +139,33 @@ class PagedBlockSparseSignature(Signature):
              out: torch.Tensor | None = None, lse: torch.Tensor | None = None, validate: bool = True) -> PagedArguments:
         """The run arguments of `BlockSparsePagedTSWrapper.run`, checked and with outputs allocated."""
         scale = checks.positive_scale("sm_scale", sm_scale, self.head_dim ** -0.5)
+        structure = None
         if validate:
-            self._check_tensors(device.torch_device, q, paged_kv_cache, paged_kv_indptr, paged_kv_indices, seq_lens_kv, block_indptr, block_indices,
-                                block_tables, kv_valid_bits)
+            given = (q, paged_kv_cache, paged_kv_indptr, paged_kv_indices, seq_lens_kv, block_indptr, block_indices, block_tables, kv_valid_bits)
+            caches = paged_kv_cache if isinstance(paged_kv_cache, tuple) else (paged_kv_cache,)
+            structure = checks.structure(device.torch_device, (q, *caches, paged_kv_indptr, seq_lens_kv, block_indptr, block_tables, kv_valid_bits, out, lse),
+                                         (paged_kv_indices, block_indices))
+            if structure is None or structure not in self._passed:
+                self._check_tensors(device.torch_device, *given)
         k, v = (paged_kv_cache.select(1, 0), paged_kv_cache.select(1, 1)) if isinstance(paged_kv_cache, torch.Tensor) else paged_kv_cache
-        batch = q.shape[0]
         given_out, given_lse = out, lse
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if lse is None and self.return_lse:
-            lse = torch.empty((batch, self.num_qo_heads, self.seq_len_q), dtype=torch.float32, device=q.device)
+            lse = torch.empty((q.shape[0], self.num_qo_heads, self.seq_len_q), dtype=torch.float32, device=q.device)
         arguments = PagedArguments(q, k, v, out, lse, paged_kv_indptr, paged_kv_indices if block_tables is None else block_tables, block_indptr,
                                    block_indices, seq_lens_kv, kv_valid_bits, scale, self.max_seq_len_kv, self.max_blocks_per_row,  # type: ignore[arg-type]
                                    self.q_block_size, self.kv_block_size, self.mask_type == "causal")
-        if validate and (given_out is not None or given_lse is not None):
-            self._check_outputs(arguments, given_out, given_lse)
+        if validate:
+            if given_out is not None or given_lse is not None:
+                self._check_outputs(arguments, given_out, given_lse, known=structure in self._passed)
+            checks.remember(self._passed, structure)
         return arguments
+
+    @cached_property
+    def _passed(self) -> set[checks.Structure]:
+        """Structures of earlier calls that passed every check that does not depend on addresses."""
+        return set()
 
     def _check_tensors(self, device: torch.device, q: Any, cache: Any, page_indptr: Any, page_indices: Any, seq_lens: Any, block_indptr: Any,
                        block_indices: Any, block_tables: Any, valid_bits: Any) -> None:
@@ -219,26 +231,32 @@ class PagedBlockSparseSignature(Signature):
         checks.contiguous("paged_kv_indptr", checks.metadata("paged_kv_indptr", page_indptr, torch.int32, (batch + 1,), device))
         checks.contiguous("paged_kv_indices", checks.metadata("paged_kv_indices", page_indices, torch.int32, ("n",), device))
 
-    def _check_outputs(self, arguments: PagedArguments, out: Any, lse: Any) -> None:
+    def _check_outputs(self, arguments: PagedArguments, out: Any, lse: Any, *, known: bool) -> None:
+        """`known`: shapes, dtypes and strides passed before; whether memory is shared depends on addresses and is always checked."""
         q = arguments.q
-        inputs = {"q": q, "paged_kv_cache (K)": arguments.k, "paged_kv_cache (V)": arguments.v, "seq_lens_kv": arguments.seq_lens,
-                  "block_indptr": arguments.block_indptr, "block_indices": arguments.block_indices, "the page table": arguments.pages,
-                  "paged_kv_indptr": arguments.page_indptr, "kv_valid_bits": arguments.valid_bits}
-        if out is not None:
+        if not known and out is not None:
             checks.tensor("out", out)
             if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
                 raise ValueError(problem("out", f"{list(out.shape)} {out.dtype} on {out.device}", f"{list(q.shape)} {q.dtype} on {q.device}", "allocate it like q"))
             checks.row_aligned("out", out)
+        if not known and lse is not None:
+            self._check_lse(q, lse)
+        a = arguments
+        inputs = {"q": q, "paged_kv_cache (K)": a.k, "paged_kv_cache (V)": a.v, "seq_lens_kv": a.seq_lens, "block_indptr": a.block_indptr,
+                  "block_indices": a.block_indices, "the page table": a.pages, "paged_kv_indptr": a.page_indptr, "kv_valid_bits": a.valid_bits}
+        if out is not None:
             checks.no_overlap("out", out, inputs)
         if lse is not None:
-            if not self.return_lse:
-                raise ValueError(problem("lse", "a tensor", "None", "plan with return_lse=True to get it"))
-            checks.tensor("lse", lse)
-            need = (q.shape[0], self.num_qo_heads, self.seq_len_q)
-            if lse.shape != need or lse.dtype != torch.float32 or lse.device != q.device:
-                raise ValueError(problem("lse", f"{list(lse.shape)} {lse.dtype} on {lse.device}", f"{list(need)} torch.float32 on {q.device}", "allocate it so"))
-            checks.contiguous("lse", lse)
-            checks.no_overlap("lse", lse, {**inputs, "out": arguments.out})
+            checks.no_overlap("lse", lse, {**inputs, "out": a.out})
+
+    def _check_lse(self, q: torch.Tensor, lse: Any) -> None:
+        if not self.return_lse:
+            raise ValueError(problem("lse", "a tensor", "None", "plan with return_lse=True to get it"))
+        checks.tensor("lse", lse)
+        need = (q.shape[0], self.num_qo_heads, self.seq_len_q)
+        if lse.shape != need or lse.dtype != torch.float32 or lse.device != q.device:
+            raise ValueError(problem("lse", f"{list(lse.shape)} {lse.dtype} on {lse.device}", f"{list(need)} torch.float32 on {q.device}", "allocate it so"))
+        checks.contiguous("lse", lse)
 
 
 def _compact_strides(inner: tuple[int, int, int], combined: bool) -> tuple[int, ...]:

@@ -92,14 +92,13 @@ class PlanDirectory:
             raise ValueError("its signature does not match its key")
         return signature
 
-    def write(self, key: str, header: dict[str, Any], payload: bytes, keep: Collection[str] = ()) -> None:
-        """Write an entry, then delete the least recently used beyond the bounds, never one of `keep`."""
+    def write(self, key: str, header: dict[str, Any], payload: bytes, keep: Collection[str] = ()) -> int:
+        """Write an entry, then delete the least recently used beyond the bounds, never one of `keep`; how many that were."""
         if not self._writable:
-            return
+            return 0
         self._writable = write_atomic(self.path(key), payload, {**header, "format": FORMAT})
-        if self._writable:
-            self._warned.discard(key)
-            self._shrink(keep)
+        self._warned.discard(key)
+        return self._shrink(keep) if self._writable else 0
 
     def entries(self) -> list[DiskEntry]:
         """Every entry whose header is sound."""
@@ -166,17 +165,19 @@ class PlanDirectory:
         except OSError:
             return 0, header_path(self.path(key)).stat().st_mtime
 
-    def _shrink(self, keep: Collection[str]) -> None:
+    def _shrink(self, keep: Collection[str]) -> int:
+        """Delete what the bounds do not allow, least recently used first. Returns how many entries went."""
         with self._lock:
+            self._sweep()
             entries = sorted(self.entries(), key=lambda e: e.last_used)
-            count, total = len(entries), sum(e.payload_bytes for e in entries)
+            count, total, removed = len(entries), sum(e.payload_bytes for e in entries), 0
             for entry in entries:
                 if count <= self.max_entries and total <= self.max_bytes:
-                    return
+                    break
                 if entry.key not in keep:
                     self.remove(entry.key)
-                    count, total = count - 1, total - entry.payload_bytes
-            self._sweep()
+                    count, total, removed = count - 1, total - entry.payload_bytes, removed + 1
+            return removed
 
     def _sweep(self) -> None:
         """Delete temporary files that a killed process left an hour ago or more."""

@@ -255,7 +255,9 @@ class PlanStore:
         payload = compiled.payload()
         header["payload_bytes"] = len(payload)
         if self._disk is not None:
-            self._disk.write(key, header, payload, keep=self._pinned | {key})
+            removed = self._disk.write(key, header, payload, keep=self._pinned | {key})
+            with self._lock:
+                self._stats.evictions += removed
         return len(payload)
 
     def _keep(self, key: str, built: BuiltPlan) -> None:

@@ -1,7 +1,7 @@
-"""Float64 oracle of paged block-sparse attention: one query token at a time, the visible keys written out.
+"""Float64 oracle of paged block-sparse attention: the visible keys of each row written out, one softmax over them.
 
-Reads only visible keys and values, so NaN anywhere else cannot reach it. `rows` limits the work to some
-(request, query token) pairs, for checks at sizes where everything would take minutes.
+A row's keys are gathered only when at least one of its queries sees them, so a NaN anywhere else cannot reach the
+result; a NaN that some queries of a row see and others do not is kept apart query by query.
 """
 
 from __future__ import annotations
@@ -9,43 +9,41 @@ from __future__ import annotations
 import torch
 
 
-def visible_tokens(case, b: int, h: int, i: int) -> list[int]:
-    """Logical tokens that query token i of request b attends to under KV head h, ascending."""
-    length = int(case.seq_lens[b])
-    heads = case.block_indptr.shape[1]
-    row = case.block_indptr[b, h if heads > 1 else 0]
-    r = i // case.q_block_size
-    last = length - 1 if case.mask_type == "dense" else length - case.q.shape[1] + i
-    tokens = []
-    for block in case.block_indices[int(row[r]):int(row[r + 1])].tolist():
-        for t in range(block * case.kv_block_size, min((block + 1) * case.kv_block_size, length)):
-            if t <= last and (case.valid_bits is None or case.bit(b, t)):
-                tokens.append(t)
-    return tokens
-
-
-def paged_attention(case, rows: list[tuple[int, int]] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [n, Hq, D] and natural-log lse [n, Hq] in float64 on the CPU, n query tokens: all of them in order, or `rows`."""
+def paged_attention(case) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [B * Sq, Hq, D] and natural-log lse [B * Sq, Hq] in float64 on the CPU."""
     batch, seq_len_q, num_qo_heads, head_dim = case.q.shape
-    k_cache, v_cache = case.k_cache, case.v_cache
-    num_kv_heads, page_size = k_cache.shape[1], k_cache.shape[2]
+    num_kv_heads, page_size = case.k_cache.shape[1:3]
     group = num_qo_heads // num_kv_heads
-    rows = [(b, i) for b in range(batch) for i in range(seq_len_q)] if rows is None else rows
-    out = torch.zeros(len(rows), num_qo_heads, head_dim, dtype=torch.float64)
-    lse = torch.full((len(rows), num_qo_heads), float("-inf"), dtype=torch.float64)
-    for n, (b, i) in enumerate(rows):
+    q = case.q.cpu().double().unflatten(2, (num_kv_heads, group))
+    out = torch.zeros(batch, seq_len_q, num_kv_heads, group, head_dim, dtype=torch.float64)
+    lse = torch.full((batch, seq_len_q, num_kv_heads, group), float("-inf"), dtype=torch.float64)
+    for b in range(batch):
+        table = torch.tensor(case.pages_of[b], dtype=torch.long)
+        k_live, v_live = (cache[table.to(cache.device)].cpu().double() for cache in (case.k_cache, case.v_cache))     # logical pages of request b
         for h in range(num_kv_heads):
-            tokens = visible_tokens(case, b, h, i)
-            if not tokens:
-                continue
-            page = torch.tensor([case.page_of(b, t) for t in tokens], device=k_cache.device)
-            slot = torch.tensor([t % page_size for t in tokens], device=k_cache.device)
-            heads = slice(h * group, (h + 1) * group)
-            k, v = k_cache[page, h, slot].double(), v_cache[page, h, slot].double()
-            score = case.q[b, i, heads].double() @ k.T * case.scale
-            lse[n, heads] = torch.logsumexp(score, -1).cpu()
-            out[n, heads] = (torch.softmax(score, -1) @ v).cpu()
-    return out, lse
+            for r in range(case.rows):
+                tokens = case.row_tokens(b, h, r)
+                seen = case.visible(b, r, tokens)
+                used = seen.any(0)
+                tokens, seen = tokens[used], seen[:, used]
+                if not len(tokens):
+                    continue
+                k, v = k_live[tokens // page_size, h, tokens % page_size], v_live[tokens // page_size, h, tokens % page_size]
+                queries = slice(r * case.q_block_size, min((r + 1) * case.q_block_size, seq_len_q))
+                out[b, queries, h], lse[b, queries, h] = _attend(q[b, queries, h], k, v, seen, case.scale)
+    return out.flatten(2, 3).flatten(0, 1), lse.flatten(2, 3).flatten(0, 1)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [n, G, D], k and v [keys, D], seen [n, keys] -> out [n, G, D], lse [n, G]; a query that sees nothing gets 0 and -inf."""
+    if not seen.all() and not (k.isfinite().all() and v.isfinite().all()):
+        each = [_attend(q[i:i + 1], k[seen[i]], v[seen[i]], torch.ones(1, int(seen[i].sum()), dtype=torch.bool), scale) for i in range(len(q))]
+        return torch.cat([out for out, _ in each]), torch.cat([lse for _, lse in each])
+    if not seen.any():
+        return torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"), dtype=q.dtype)
+    score = (q @ k.T * scale).masked_fill(~seen[:, None], float("-inf"))
+    out = torch.softmax(score, -1) @ v
+    return torch.where(seen.any(1)[:, None, None], out, 0.0), torch.logsumexp(score, -1)
 
 
 BARS = {torch.bfloat16: (3.5e-3, 1e-2), torch.float16: (1e-3, 2e-3)}    # relative L2 overall, and of the worst (query, head) row
@@ -65,7 +63,8 @@ def assert_close(out: torch.Tensor, want: torch.Tensor, lse: torch.Tensor | None
         assert rows.max() <= worst, f"relative L2 {rows.max():.2e} in row {int(rows.argmax())} of the rows with keys"
     if lse is not None:
         got_lse = lse.detach().cpu().double()
-        assert torch.equal(torch.isinf(got_lse), torch.isinf(want_lse)), "lse is -inf in other rows than it should be"
+        assert torch.equal(torch.isneginf(got_lse), torch.isneginf(want_lse)), "lse is -inf in other rows than it should be"
         seen = torch.isfinite(want_lse)
         if seen.any():
-            assert (got_lse - want_lse)[seen].abs().max() <= 1e-4, f"lse off by {(got_lse - want_lse)[seen].abs().max():.1e}"
+            off = (got_lse - want_lse)[seen].abs().max()
+            assert off <= 1e-4, f"lse off by {off:.1e}"

@@ -37,7 +37,7 @@ class PagedCase:
     lens: list[int] | None = None
     blocks_per_row: int | None = None   # None: random 0..all
     sm_scale: float | None = None
-    poison: bool = True
+    poison: float | None = float("nan")     # what every slot holds that no query of its head sees; None: random numbers
     k_magnitude: float = 1.0
     seed: int = 0
     device: str = "cpu"
@@ -116,7 +116,7 @@ class PagedCase:
                 for _ in range(self.rows):
                     count = rng.randint(0, total) if self.blocks_per_row is None else min(self.blocks_per_row, total)
                     row = sorted(rng.sample(range(total), count))
-                    if count and rng.random() < 0.5:
+                    if count and total - 1 not in row and rng.random() < 0.5:
                         row = sorted({*row[1:], total - 1})      # the ragged last block, often
                     flat += row
                     ends.append(len(flat))
@@ -135,12 +135,12 @@ class PagedCase:
             raw[:, :compact] = torch.randn(num_pages, compact, generator=gen)
             caches.append(raw)
         views = [raw[:, :compact].view(num_pages, parts, *inner) if parts == 2 else raw[:, :compact].view(num_pages, *inner) for raw in caches]
-        if self.poison:
+        if self.poison is not None:
             keep = self._seen(num_pages)
             for view in views:
                 halves = (view[:, 0], view[:, 1]) if parts == 2 else (view,)
                 for half in halves:
-                    half[~keep] = float("nan")
+                    half[~keep] = self.poison
         if self.k_magnitude != 1.0:
             (views[0][:, 0] if parts == 2 else views[0]).mul_(self.k_magnitude)
         typed = [raw.to(self.dtype).to(self.device)[:, :compact] for raw in caches]
@@ -151,24 +151,36 @@ class PagedCase:
     def _seen(self, num_pages: int) -> torch.Tensor:
         """[P, Hkv, page] bool: the slots that at least one query of that head sees."""
         keep = torch.zeros(num_pages, self.num_kv_heads, self.page_size, dtype=torch.bool)
-        heads = self.tensors["block_indptr"].shape[1]
-        for b, length in enumerate(self.tensors["lens"]):
+        for b in range(self.batch):
+            table = torch.tensor(self.tensors["pages_of"][b], dtype=torch.long)
             for h in range(self.num_kv_heads):
                 for r in range(self.rows):
-                    lo, hi = self.tensors["block_indptr"][b, h if heads > 1 else 0, r:r + 2].tolist()
-                    last_query = min((r + 1) * self.q_block_size, self.seq_len_q) - 1
-                    limit = length - 1 if self.mask_type == "dense" else length - self.seq_len_q + last_query
-                    for block in self.tensors["block_indices"][lo:hi].tolist():
-                        for t in range(block * self.kv_block_size, min((block + 1) * self.kv_block_size, length, limit + 1)):
-                            if self.tensors["valid_bits"] is None or self.bit(b, t):
-                                keep[self.page_of(b, t), h, t % self.page_size] = True
+                    tokens = self.row_tokens(b, h, r)
+                    tokens = tokens[self.visible(b, r, tokens).any(0)]
+                    keep[table[tokens // self.page_size], h, tokens % self.page_size] = True
         return keep
 
-    def bit(self, b: int, t: int) -> bool:
-        return bool((int(self.tensors["valid_bits"].view(torch.int32)[b, t // 32]) & 0xFFFFFFFF) >> (t % 32) & 1)
+    def row_tokens(self, b: int, h: int, r: int) -> torch.Tensor:
+        """Live tokens of the blocks that row r of (b, h) lists, in list order."""
+        ends = self.host("block_indptr")
+        begin, end = ends[b, h if ends.shape[1] > 1 else 0, r:r + 2].tolist()
+        blocks = self.host("block_indices")[begin:end].long()
+        tokens = (blocks[:, None] * self.kv_block_size + torch.arange(self.kv_block_size)).flatten()
+        return tokens[tokens < int(self.host("seq_lens")[b])]
 
-    def page_of(self, b: int, t: int) -> int:
-        return self.tensors["pages_of"][b][t // self.page_size]
+    def visible(self, b: int, r: int, tokens: torch.Tensor) -> torch.Tensor:
+        """[queries of row r, tokens] bool: which of the tokens each query attends to."""
+        queries = torch.arange(r * self.q_block_size, min((r + 1) * self.q_block_size, self.seq_len_q))
+        mask = torch.ones(len(queries), len(tokens), dtype=torch.bool)
+        if self.mask_type == "causal":
+            mask &= tokens <= int(self.host("seq_lens")[b]) - self.seq_len_q + queries[:, None]
+        if self.tensors["valid_bits"] is not None:
+            words = self.host("valid_bits").view(torch.int32)[b].long()
+            mask &= (words[tokens // 32] >> (tokens % 32) & 1).bool()
+        return mask
+
+    def host(self, name: str) -> torch.Tensor:
+        return self.tensors[name].cpu()
 
     def signature(self, **changes: Any) -> PagedBlockSparseSignature:
         facts = dict(batch_size=self.batch, seq_len_q=self.seq_len_q, max_seq_len_kv=self.max_seq_len_kv, num_qo_heads=self.num_qo_heads,

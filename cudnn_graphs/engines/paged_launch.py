@@ -50,9 +50,16 @@ class SplitWorkspace:
     @staticmethod
     def of(descriptor: SparseBlockDescriptor, num_splits: int) -> SplitWorkspace:
         """Sized by the descriptor's capacities, so that every smaller batch fits."""
+        return SplitWorkspace._sized(descriptor, num_splits) if num_splits > 1 else SplitWorkspace(1, 0, 0)
+
+    @staticmethod
+    def one(descriptor: SparseBlockDescriptor) -> SplitWorkspace:
+        """For a kernel that always writes its result as one partial."""
+        return SplitWorkspace._sized(descriptor, 1)
+
+    @staticmethod
+    def _sized(descriptor: SparseBlockDescriptor, num_splits: int) -> SplitWorkspace:
         assert descriptor.seq_len_q is not None
-        if num_splits == 1:
-            return SplitWorkspace(1, 0, 0)
         items = num_splits * descriptor.batch_size * descriptor.seq_len_q * descriptor.num_qo_heads
         lse_offset = 4 * items * descriptor.head_dim
         return SplitWorkspace(num_splits, lse_offset, lse_offset + 4 * items)

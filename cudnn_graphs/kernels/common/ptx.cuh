@@ -6,10 +6,16 @@
 // The 32-bit address of shared memory that these instructions take.
 DEVICE u32 smem_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
 
-// 16 bytes to shared memory, past L1; zeros when !valid, and then nothing is read.
+// 16 bytes to shared memory, past L1.
+DEVICE void cp_async16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// The same; zeros when !valid, and then nothing is read.
 DEVICE void cp_async16(u32 to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
+DEVICE void prefetch_l1(const void* from) { asm volatile("prefetch.global.L1 [%0];" ::"l"(from)); }
+
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most kPending of this thread's youngest groups are still under way.

@@ -19,28 +19,33 @@ struct OnlineSoftmax {
     float top[2] = {NEG_INF, NEG_INF};      // largest score so far, times scale_log2
     float sum[2] = {0.f, 0.f};              // of this thread's columns only
 
-    // Turns a tile of scores into probabilities relative to the new maximum, and returns by `rescale` what
-    // everything accumulated so far has to be multiplied with. A row with no visible key yet keeps
-    // top = -inf, and 0 stands in for it: exp2(-inf - 0) is 0 where exp2(-inf + inf) would be NaN.
+    // Takes in the maximum of a tile of scores; `rescale` is what everything accumulated so far has to be
+    // multiplied with. A row with no visible key yet keeps top = -inf.
     template <int N>
-    DEVICE void step(float (&s)[N][4], float scale_log2, float (&rescale)[2]) {
+    DEVICE void raise(const float (&s)[N][4], float scale_log2, float (&rescale)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float most = NEG_INF;
 #pragma unroll
             for (int n = 0; n < N; ++n) most = fmaxf(most, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
-            const float now = fmaxf(top[half], quad_max(most) * scale_log2);
-            const float base = now == NEG_INF ? 0.f : now;
-            rescale[half] = exp2_approx(top[half] - base);
-            top[half] = now;
-            float total = 0.f;
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                s[n][2 * half] = exp2_approx(fmaf(s[n][2 * half], scale_log2, -base));
-                s[n][2 * half + 1] = exp2_approx(fmaf(s[n][2 * half + 1], scale_log2, -base));
-                total += s[n][2 * half] + s[n][2 * half + 1];
-            }
-            sum[half] = sum[half] * rescale[half] + total;
+            const float before = top[half];
+            top[half] = fmaxf(before, quad_max(most) * scale_log2);
+            rescale[half] = exp2_approx(before - base(half));
+            sum[half] *= rescale[half];
         }
     }
+
+    // Scores of eight columns to probabilities relative to the maximum. Called next to the product that
+    // takes them, so that the special function unit works while the tensor cores do.
+    DEVICE void exponentiate(float (&s)[4], float scale_log2) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            s[i] = exp2_approx(fmaf(s[i], scale_log2, -base(i / 2)));
+            sum[i / 2] += s[i];
+        }
+    }
+
+private:
+    // 0 stands in for a maximum of -inf: exp2(-inf - 0) is 0 where exp2(-inf + inf) would be NaN.
+    DEVICE float base(int half) const { return top[half] == NEG_INF ? 0.f : top[half]; }
 };

@@ -1,0 +1,59 @@
+// What all threads of a CTA know of its work. It lies in shared memory because the accumulators leave no
+// registers for it.
+#pragma once
+#include "common/paged_params.cuh"
+#include "portable/paged_config.cuh"
+#include "portable/query_tile.cuh"
+
+struct CtaState {
+    QueryTile tile;
+    RowSpan row;
+    int lowest_limit, highest_limit;    // last keys that the first and the last query row may see
+    int first_tile, end_tile;           // key tiles of this CTA
+
+    template <typename C>
+    static DEVICE CtaState of(const PagedParams& p, const QueryTile& tile);
+};
+
+template <typename C>
+DEVICE CtaState& state() {
+    static_assert(sizeof(CtaState) <= C::kStateBytes, "");
+    return *reinterpret_cast<CtaState*>(shared_memory + C::kState);
+}
+
+// Reduces a row to its partial last block, the one that ends past the live length; to nothing where there is none.
+DEVICE void keep_partial_tail(const PagedParams& p, RowSpan& row) {
+    if (row.count == 0) return;
+    row.blocks += row.count - 1;
+    const int block = row.blocks[0];
+    const bool whole = block_in_length(p, row, block) && (i64(block) + 1) * p.kv_block_size <= row.length;
+    row.count = whole ? 0 : 1;          // a block that does not exist stays, and makes the row bad
+}
+
+template <typename C>
+DEVICE CtaState CtaState::of(const PagedParams& p, const QueryTile& tile) {
+    CtaState cta;
+    cta.tile = tile;
+    cta.row = resolve_row(p, tile.b, tile.h, tile.r);
+    if constexpr (C::kTailOnly) keep_partial_tail(p, cta.row);
+    cta.lowest_limit = tile.template limit<C>(p, cta.row.length, 0);
+    cta.highest_limit = tile.template limit<C>(p, cta.row.length, tile.count - 1);
+    const int count = cta.row.count;
+    const int tiles = p.kv_block_size < C::kKeys ? ceil_div(count, C::kKeys / p.kv_block_size) : count * (p.kv_block_size / C::kKeys);
+    const int share = ceil_div(tiles, p.num_splits);
+    cta.first_tile = min(tiles, tile.split * share);
+    cta.end_tile = min(tiles, cta.first_tile + share);
+    return cta;
+}
+
+// The last key that row m of the tile sees. Causal limits are tabulated: each is a division by the group size.
+template <typename C>
+DEVICE int* causal_limits() { return reinterpret_cast<int*>(shared_memory + C::kLimits); }
+
+template <typename C>
+DEVICE void set_row_limits(const PagedParams& p, const CtaState& cta) {
+    for (int m = threadIdx.x; m < C::kRows; m += C::kThreads) causal_limits<C>()[m] = cta.tile.template limit<C>(p, cta.row.length, m);
+}
+
+template <typename C>
+DEVICE int row_limit(int m) { return C::kCausal ? causal_limits<C>()[m] : state<C>().highest_limit; }

@@ -1,0 +1,96 @@
+"""cuDNN graphs to plan blobs and back, and the handles they run on.
+
+One handle per (thread, device), kept for the process's life: a handle destroyed during capture poisons later
+launches, and handles must not be shared between threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .devices import DeviceFacts
+
+log = logging.getLogger("cudnn_graphs")
+
+_handles = threading.local()
+_KERNEL_NAME = re.compile(rb"cudnn_generated_[A-Za-z0-9_]*?sm(\d+)_[A-Za-z0-9_]+")
+
+
+@dataclass(frozen=True, slots=True)
+class CudnnPlan:
+    """One built execution plan as data."""
+
+    blob: bytes
+    kernels: tuple[str, ...]        # names of the kernels in the blob
+    workspace_bytes: int
+
+
+def handle_for(device: DeviceFacts, stream: int) -> Any:
+    """This thread's handle on `device`, which must be current, set to `stream`."""
+    import cudnn
+    known = _handles.__dict__.setdefault("by_device", {})
+    handle = known.get(device.index)
+    if handle is None:
+        handle = known[device.index] = cudnn.create_handle()
+    cudnn.set_stream(handle=handle, stream=stream)
+    return handle
+
+
+def build_plan(describe: Callable[..., Any], device: DeviceFacts) -> CudnnPlan:
+    """Build the graph that `describe(**where)` describes, on the device itself or, for an absent one, from its properties."""
+    import cudnn
+    _preload_nvrtc()
+    if device.index is None:
+        major, minor = device.capability
+        graph = describe(device_property=cudnn.create_device_properties(device.properties), sm_version=10 * major + minor)
+    else:
+        import torch
+        with torch.cuda.device(device.index):
+            graph = describe(handle=handle_for(device, 0))
+            return _build(cudnn, graph, device)
+    return _build(cudnn, graph, device)
+
+
+def _build(cudnn: Any, graph: Any, device: DeviceFacts) -> CudnnPlan:
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    if graph.selected_engine is not None:
+        raise RuntimeError(f"cuDNN graph: got the Python engine {graph.selected_engine}; need a plan of the cuDNN library; use another engine")
+    blob = graph.serialize(as_bytes=True)
+    matches = list(_KERNEL_NAME.finditer(blob))
+    kernels = tuple(sorted({m.group(0).decode() for m in matches}))
+    older = {int(m.group(1)) for m in matches if int(m.group(1)) // 10 < device.capability[0]}
+    if older:
+        log.warning("cuDNN picked a kernel made for sm_%s on compute capability %d.%d: %s; expect a fraction of the speed", max(older),
+                    *device.capability, ", ".join(kernels))
+    return CudnnPlan(blob, kernels, graph.get_workspace_size())
+
+
+def load_plan(blob: bytes, device: DeviceFacts) -> Any:
+    """A graph ready to execute on `device`, which must be present."""
+    import cudnn
+    import torch
+    _preload_nvrtc()
+    with torch.cuda.device(device.index):
+        graph = cudnn.pygraph(handle=handle_for(device, 0))
+        graph.deserialize(handle_for(device, 0), blob)
+    return graph
+
+
+def _preload_nvrtc() -> None:
+    """cuDNN loads NVRTC by path, and NVRTC then looks for its builtins by bare name: have them loaded already."""
+    import importlib.util
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations if spec and spec.submodule_search_locations else ():
+        for library in sorted(Path(root).glob("*/lib/libnvrtc-builtins.so.*")):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

@@ -1,0 +1,42 @@
+"""How tables look to a person: no frame, one space between columns, readable at 80 of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+TIMES = ("created", "last_used")       # seconds since the epoch
+
+
+def table_of(*names: str, right: Collection[str] = (), whole: Collection[str] = ()) -> Table:
+    """An empty table. right: columns of figures; whole: columns that are never wrapped, figures besides."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right or name in whole, overflow="fold")
+    return table
+
+
+def pairs_table(fields: Mapping[str, Any]) -> Table:
+    """Names and values, without a heading."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in fields.items():
+        table.add_row(escape(name), escape(text(name, value)))
+    return table
+
+
+def text(name: str, value: Any) -> str:
+    """A field's value in words."""
+    if name in TIMES and value is not None:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(text("", item) for item in value) or "none"
+    return str(value)

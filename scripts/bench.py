@@ -1,0 +1,246 @@
+"""Benchmark every engine against every installed peer, interleaved in one process, checked before it is timed.
+
+    python scripts/bench.py [P1 P6 ...] [--engines portable,cudnn] [--no-peers] [--json FILE] [--plot FILE]
+    python scripts/bench.py --host        host microseconds of run(), plan lookup and plan load
+
+FLOPs and bytes are counted over selected (query, key) pairs only. Times are medians of CUDA-graph replays
+between events; the machine's own limits are measured in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_peers import PAGED_PEERS, Unavailable
+from bench_workloads import PAGED, PagedWorkload
+from rich.console import Console
+from rich.table import Table
+
+from cudnn_graphs import PlanStore
+from cudnn_graphs.planning import ENGINES
+
+WORST_ROW = 1e-2        # relative L2 that disqualifies a contender, bf16
+
+
+def capture(run: Callable[[], Any]) -> Callable[[], None]:
+    """`run` as one CUDA graph replay, so that host time and allocation stay out of the figure; as it is where capture fails."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except Exception:  # noqa: BLE001 - a peer that cannot be captured is timed eagerly
+        torch.cuda.synchronize()
+        return lambda: (run(), None)[1]
+    return graph.replay
+
+
+def milliseconds(run: Callable[[], None], count: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(count):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / count
+
+
+def interleaved(runs: dict[str, Callable[[], None]], seconds: float) -> dict[str, float]:
+    """Median milliseconds of each, measured in turns so that all see the same machine."""
+    counts = {name: max(1, int(10 / max(milliseconds(run, 2), 1e-3))) for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    rounds = max(5, int(seconds * 1000 / (12 * max(1, len(runs)))))
+    for _ in range(min(rounds, 25)):
+        for name, run in runs.items():
+            times[name].append(milliseconds(run, counts[name]))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def machine_limits() -> dict[str, float]:
+    """Measured here and now: bf16 matmul TFLOPS, and device reads and copies in TB/s."""
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    data = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
+    half = data[:1 << 29]
+    other = torch.empty_like(half)
+    runs = {"matmul": lambda: a @ b, "copy": lambda: torch.mul(half, 1, out=other), "read": lambda: data.sum()}
+    ms = interleaved({name: capture(run) for name, run in runs.items()}, 0.3)
+    return {"matmul_tflops": 2 * 8192**3 / ms["matmul"] / 1e9, "copy_tb_s": 2 * half.nbytes / ms["copy"] / 1e9, "read_tb_s": data.nbytes / ms["read"] / 1e9}
+
+
+def bench_paged(w: PagedWorkload, engines: list[str], peers: bool, seconds: float) -> dict[str, Any]:
+    """All contenders of one workload: checked against float64, then timed in turns."""
+    w.make()
+    store, rows, runs = PlanStore(None), {}, {}
+    for engine in engines:
+        rows[engine] = _contender(w, lambda e=engine: _ours(w, store, e), runs, engine)
+    for name, peer in (PAGED_PEERS if peers else {}).items():
+        rows[name] = _contender(w, lambda p=peer: p(w), runs, name) | {"peer": True}
+    for name, ms in interleaved(runs, seconds).items():
+        rows[name] |= {"ms": ms, "tflops": w.flops() / ms / 1e9, "tb_s": w.kv_bytes() / ms / 1e9}
+    best = min((r["ms"] for r in rows.values() if r.get("peer") and "ms" in r), default=None)
+    for row in rows.values():
+        if "ms" in row and best is not None:
+            row["ratio_to_best_peer"] = best / row["ms"]
+    w.t.clear()
+    torch.cuda.empty_cache()
+    return {"workload": w.name, "bound": w.bound, "contenders": rows}
+
+
+def _ours(w: PagedWorkload, store: PlanStore, engine: str) -> Callable[[], torch.Tensor]:
+    try:
+        plan = store.get(w.signature(), "cuda", engine)
+    except NotImplementedError as error:
+        raise Unavailable(str(error)[:160]) from error
+    args, keywords = w.arguments()
+    return lambda: plan.run(*args, **keywords)
+
+
+def _contender(w: PagedWorkload, make: Callable[[], Any], runs: dict[str, Callable[[], None]], name: str) -> dict[str, Any]:
+    """Make, check and capture one contender. Whatever goes wrong is its row's note."""
+    try:
+        run = make()
+        w.t["out"].fill_(float("nan"))
+        out = run()
+        torch.cuda.synchronize()
+        if name == "cuDNN graph alone":         # its output is in packed rows: it is checked through the cudnn engine
+            overall = worst = None
+        else:
+            overall, worst = w.worst_error(run.like_q(out) if hasattr(run, "like_q") else out)
+            if not worst <= WORST_ROW:
+                return {"note": f"wrong: relative L2 {overall:.1e}, worst row {worst:.1e}"}
+        runs[name] = capture(run)
+        return {"relative_l2": overall, "worst_row": worst}
+    except Unavailable as reason:
+        return {"note": str(reason)}
+    except Exception as error:  # noqa: BLE001 - one contender must not end the benchmark
+        torch.cuda.synchronize()
+        return {"note": f"failed: {type(error).__name__}: {error}"[:200]}
+
+
+def host_costs() -> dict[str, Any]:
+    """Microseconds of host time: run() and its parts, memory lookup; milliseconds of a disk load."""
+    w, rows = PAGED["P7"].make(), {}
+    with tempfile.TemporaryDirectory() as directory:
+        for engine in (e for e in ENGINES if e != "reference"):
+            try:
+                rows[engine] = _host_costs_of(w, engine, Path(directory) / "plans")
+            except NotImplementedError:
+                continue
+    w.t.clear()
+    return rows
+
+
+def _host_costs_of(w: PagedWorkload, engine: str, directory: Path) -> dict[str, Any]:
+    store, signature = PlanStore(directory), w.signature()
+    plan = store.get(signature, "cuda", engine)
+    args, keywords = w.arguments()
+    bound = plan.signature.bind(plan.device, *args, **keywords)
+    workspace = torch.empty(max(plan.workspace_bytes, 1), dtype=torch.uint8, device="cuda")
+    stream, executable = torch.cuda.current_stream().cuda_stream, plan._built.executable
+    fresh = PlanStore(directory)
+    start = time.perf_counter()
+    fresh.get(signature, "cuda", engine)
+    load_ms = 1e3 * (time.perf_counter() - start)
+    return {"run_us": _host_us(lambda: plan.run(*args, **keywords)),
+            "run_unvalidated_us": _host_us(lambda: plan.run(*args, validate=False, **keywords)),
+            "launches_us": _host_us(lambda: executable.launch(bound, workspace.data_ptr(), stream)),
+            "lookup_us": _host_us(lambda: store.get(signature, "cuda", engine)),
+            "load_ms": load_ms, "loads": fresh.stats().loads, "builds": fresh.stats().builds}
+
+
+def _host_us(call: Callable[[], Any], count: int = 50) -> float:
+    """Median host microseconds of one call; few enough in a row that the launch queue (1024) never makes the host wait."""
+    times = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        times.append((time.perf_counter() - start) / count * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    for bench in result["workloads"]:
+        table = Table(title=f"{bench['workload']} ({bench['bound']}-bound)", title_justify="left")
+        for column in ("contender", "ms", "TFLOPS", "TB/s", "to best peer", "of limit", "worst row"):
+            table.add_column(column, justify="left" if column == "contender" else "right")
+        limit = ("tflops", result["limits"]["matmul_tflops"]) if bench["bound"] == "compute" else ("tb_s", result["limits"]["read_tb_s"])
+        for name, row in bench["contenders"].items():
+            label = f"{name} (peer)" if row.get("peer") else name
+            if "ms" not in row:
+                table.add_row(label, "-", "-", "-", "-", "-", row.get("note", "")[:60])
+                continue
+            ratio = f"{row['ratio_to_best_peer']:.2f}" if "ratio_to_best_peer" in row else "none"
+            worst = "-" if row.get("worst_row") is None else f"{row['worst_row']:.1e}"
+            table.add_row(label, f"{row['ms']:.3f}", f"{row['tflops']:.0f}", f"{row['tb_s']:.2f}", ratio, f"{row[limit[0]] / limit[1]:.0%}", worst)
+        console.print(table)
+    console.print("limits measured here: " + ", ".join(f"{k} {v:.2f}" for k, v in result["limits"].items()))
+    for engine, row in result.get("host", {}).items():
+        console.print(f"host, {engine}: " + ", ".join(f"{k} {v:.1f}" for k, v in row.items()))
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    benches = [b for b in result["workloads"] if any("ms" in r for r in b["contenders"].values())]
+    figure, axes = plt.subplots(1, len(benches), figsize=(3 * len(benches), 3.6), squeeze=False)
+    for axis, bench in zip(axes[0], benches):
+        unit = "tflops" if bench["bound"] == "compute" else "tb_s"
+        rows = [(n, r[unit], r.get("peer", False)) for n, r in bench["contenders"].items() if "ms" in r]
+        axis.bar([n for n, _, _ in rows], [v for _, v, _ in rows], color=["#999999" if peer else "#3a7d44" for _, _, peer in rows])
+        axis.set_title(f"{bench['workload']}, {'TFLOPS' if unit == 'tflops' else 'TB/s'}", fontsize=9)
+        axis.tick_params(axis="x", rotation=60, labelsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", help=f"any of {', '.join(PAGED)}; all when none is named")
+    parser.add_argument("--engines", default=",".join(e for e in ENGINES if e != "reference"))
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--host", action="store_true", help="also measure host time")
+    parser.add_argument("--seconds", type=float, default=0.4, help="of timing per workload")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        sys.exit("bench: got no CUDA device; need one; run it on a machine with a GPU")
+    unknown = set(options.workloads) - set(PAGED)
+    if unknown:
+        sys.exit(f"bench: got {sorted(unknown)}; need any of {', '.join(PAGED)}")
+    names = options.workloads or ([] if options.host else list(PAGED))
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "limits": machine_limits(), "workloads": []}
+    for name in names:
+        result["workloads"].append(bench_paged(PAGED[name], options.engines.split(","), not options.no_peers, options.seconds))
+        show({**result, "workloads": result["workloads"][-1:]}, Console(width=110))
+    if options.host:
+        result["host"] = host_costs()
+        show({**result, "workloads": []}, Console(width=110))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+    if options.plot:
+        plot(result, options.plot)
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Prove the kernels on this machine's GPU: run the gpu-marked tests, compute-sanitizer and the benchmark, write tests/gpu_report.json.
+
+    python scripts/gpu_check.py [tests] [sanitizer] [bench]      all three when none is named
+
+Each section of the report holds the digests of the sources it was made from, so sections can be made in separate runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_sources import REPORT, ROOT, source_digests
+
+SANITIZED = ROOT / "tests" / "sanitizer_cases.py"
+
+
+class Recorder:
+    """A pytest plugin that keeps every test's outcome, seconds and recorded properties."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, dict[str, Any]] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            row = {"outcome": report.outcome, "seconds": round(report.duration, 3)} | dict(report.user_properties)
+            if report.failed:
+                row["message"] = str(report.longrepr)[-600:]
+            self.tests[report.nodeid] = row
+
+
+def run_tests() -> dict[str, Any]:
+    import pytest
+    recorder = Recorder()
+    code = pytest.main(["-m", "gpu", "-q", "--no-header", "-p", "no:cacheprovider", str(ROOT / "tests")], plugins=[recorder])
+    outcomes = [t["outcome"] for t in recorder.tests.values()]
+    counts = {o: outcomes.count(o) for o in sorted(set(outcomes))}
+    return {"exit_code": int(code), "counts": counts, "tests": recorder.tests}
+
+
+def run_sanitizer() -> dict[str, Any]:
+    """compute-sanitizer memcheck over small shapes of every kernel. Driver-probing API errors are not memory errors."""
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).exists():
+        return {"note": "compute-sanitizer is not installed here"}
+    command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9", sys.executable, str(SANITIZED)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return {"exit_code": done.returncode, "summary": [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line or line.startswith("ran ")],
+            "output": "" if done.returncode == 0 else (done.stdout + done.stderr)[-1500:]}
+
+
+def run_bench() -> dict[str, Any]:
+    import bench
+    return bench.main(["--host", *bench.PAGED])
+
+
+SECTIONS = {"tests": run_tests, "sanitizer": run_sanitizer, "bench": run_bench}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", help=f"any of {', '.join(SECTIONS)}")
+    wanted = parser.parse_args().sections or list(SECTIONS)
+    if not torch.cuda.is_available():
+        sys.exit("gpu_check: got no CUDA device; need one; run it on a machine with a GPU")
+    from cudnn_graphs.runtime.environment import versions
+    report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
+    failed = False
+    for name in wanted:
+        section = {"device": torch.cuda.get_device_name(), "versions": versions(), "sources": source_digests(), "made": time.strftime("%Y-%m-%d %H:%M:%S")}
+        section |= SECTIONS[name]()
+        failed |= section.get("exit_code", 0) != 0
+        report[name] = section
+        REPORT.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""The digests that tie tests/gpu_report.json to the sources it was made from."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+REPORT = ROOT / "tests" / "gpu_report.json"
+PENDING = ROOT / "tests" / "gpu_pending.txt"
+PATTERNS = ("cudnn_graphs/kernels/**/*.cuh", "cudnn_graphs/graphs/*.py", "cudnn_graphs/engines/*.py")
+
+
+def source_digests() -> dict[str, str]:
+    """sha256 of every kernel, graph and engine source, by path from the project's root."""
+    paths = sorted(p for pattern in PATTERNS for p in ROOT.glob(pattern))
+    return {p.relative_to(ROOT).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths}
+
+
+def pending() -> dict[str, str]:
+    """Sources named as not yet proven on a GPU, each with its reason: lines `path: why` of gpu_pending.txt."""
+    lines = PENDING.read_text().splitlines() if PENDING.exists() else []
+    named = (line.partition(":") for line in lines if line.strip() and not line.startswith("#"))
+    return {path.strip(): why.strip() for path, _, why in named}

@@ -1,0 +1,490 @@
+"""Paged block-sparse attention on a GPU, engine by engine: the surface, then everything that only a device can show."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import multiprocessing
+import os
+import threading
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_rows import WIDTH, assert_only_bad_rows_changed, break_row, clean_case, kinds_of
+from oracle_paged import assert_close, paged_attention
+from paged_cases import PagedCase, by_query
+from paged_surface import drawn, table
+
+from cudnn_graphs import BlockSparsePagedTSWrapper, Plan, PlanStore
+from cudnn_graphs.errors import CaptureError
+from cudnn_graphs.planning import verdict
+from cudnn_graphs.planning.engines import engine_named
+from cudnn_graphs.runtime.cubins import CubinCache
+from cudnn_graphs.runtime.devices import device_facts
+from cudnn_graphs.runtime.nvrtc import KernelSource
+
+pytestmark = pytest.mark.gpu
+
+KERNEL_ENGINES = [e for e in ("portable", "sm90") if e == "portable" or importlib.util.find_spec("cudnn_graphs.engines.sm90_paged")]
+ENGINES = ["cudnn", *KERNEL_ENGINES]
+RANDOM_CASES = 60
+NAN = float("nan")
+
+
+# -- plans, made once ---------------------------------------------------------------------------------
+
+@functools.cache
+def surface() -> list[tuple[PagedCase, torch.Tensor, torch.Tensor]]:
+    """Every case of the surface on the device, with the oracle's out and lse."""
+    cases = [PagedCase(**facts).make() for facts in (*table(), *map(drawn, range(RANDOM_CASES)))]
+    return [(on_gpu(case), *paged_attention(case)) for case in cases]
+
+
+def on_gpu(case: PagedCase) -> PagedCase:
+    """The same call with its tensors on the device, strides kept."""
+    def move(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(move, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        extent = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1 if value.numel() else 0
+        return value.as_strided((extent,), (1,)).to("cuda").as_strided(value.shape, value.stride())
+    moved = {name: move(value) for name, value in case.tensors.items()}
+    moved["k_cache"], moved["v_cache"] = (moved["cache"][:, 0], moved["cache"][:, 1]) if case.kv_layout == "combined" else moved["cache"]
+    return PagedCase(**{f: getattr(case, f) for f in case.__dataclass_fields__ if f not in ("tensors", "device")}, tensors=moved, device="cuda")
+
+
+def kernel_sources(engine: str, case: PagedCase) -> list[KernelSource]:
+    from cudnn_graphs.engines import cudnn_paged
+    descriptor, facts = case.signature().lower(), device_facts("cuda")
+    if not verdict(engine, descriptor, facts).ok:
+        return []
+    if engine == "cudnn":
+        return list(cudnn_paged.kernel_sources(descriptor, facts).values())
+    return list(engine_named(engine).design(descriptor, facts).kernels.values())  # type: ignore[attr-defined]
+
+
+def _compile(directory: Path, source: KernelSource, arch: str) -> None:
+    CubinCache(directory).get(source, arch)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> PlanStore:
+    """A store on disk whose cubins several processes have compiled: one process would take a minute."""
+    root = tmp_path_factory.mktemp("store") / "plans"
+    sources = {s.text: s for case, _, _ in surface() for engine in ENGINES for s in kernel_sources(engine, case)}
+    arch = device_facts("cuda").arch
+    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
+        for job in [pool.submit(_compile, root.parent / "kernels", source, arch) for source in sources.values()]:
+            job.result(timeout=120)
+    return PlanStore(root)
+
+
+def planned(store: PlanStore, case: PagedCase, engine: str, **changes: Any) -> Plan:
+    return store.build([case.signature(**changes)], "cuda", engine=engine)[0]
+
+
+def run(plan: Plan, case: PagedCase, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run into outputs and a workspace that hold NaN."""
+    positional, keywords = case.arguments()
+    out = torch.full(case.q.shape, NAN, dtype=case.dtype, device="cuda")
+    lse = torch.full((case.batch, case.num_qo_heads, case.seq_len_q), NAN, device="cuda")
+    workspace = torch.full((max(plan.workspace_bytes, 1),), 0xFF, dtype=torch.uint8, device="cuda")
+    return plan.run(*positional, **{**keywords, "out": out, "lse": lse, "workspace": workspace, **given})
+
+
+def check(result: tuple[torch.Tensor, torch.Tensor], case: PagedCase) -> None:
+    assert_close(*interleave(by_query(*result), paged_attention(case)))
+
+
+def interleave(got: tuple[Any, Any], want: tuple[Any, Any]) -> tuple[Any, ...]:
+    return got[0], want[0], got[1], want[1]
+
+
+def equal(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+def busy_case(engine: str, seed: int = 0, **changes: Any) -> PagedCase:
+    """One call with a ragged tail and several blocks a row; with bits and causal where the engine serves them."""
+    masks = {} if engine == "cudnn" else {"bits": True, "mask_type": "causal"}
+    facts = dict(head_dim=128, seq_len_q=40, q_block_size=16, kv_block_size=32, page_size=16, max_seq_len_kv=300, num_qo_heads=4, num_kv_heads=2, seed=seed)
+    return PagedCase(**{**facts, **masks, **changes}).make()
+
+
+# -- the surface --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_surface(engine, store, record_property):
+    """Every case: against the oracle, twice with the same bits, nothing but visible bytes read, and none declined without a rule."""
+    served, declined, wrong = 0, [], []
+    for case, want, want_lse in surface():
+        if not verdict(engine, case.signature().lower(), device_facts("cuda")).ok:
+            declined.append(case)
+            continue
+        plan = planned(store, case, engine)
+        first, second = run(plan, case), run(plan, case)
+        served += 1
+        try:
+            assert_close(*interleave(by_query(*first), (want, want_lse)))
+            assert equal(first, second), "two runs differ in bits"
+        except AssertionError as error:
+            wrong.append(f"{case}: {error}".replace("\n", " "))
+    record_property("surface_cases", served)
+    record_property("surface_declined", len(declined))
+    assert not wrong, f"{engine}: {len(wrong)} of {served} cases are wrong:\n" + "\n".join(wrong[:12])
+    if engine == "cudnn":
+        assert all(c.bits or (c.mask_type == "causal" and c.seq_len_q > 1) for c in declined), "cudnn declined a dense case"
+        assert declined, "no case of the table is beyond cudnn: the test above proves nothing"
+    else:
+        assert not declined, f"{engine} declined {declined[:3]}"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("page_table", ["indptr", "block_tables"])
+@pytest.mark.parametrize("mask_type", ["dense", "causal"])
+def test_bad_rows_are_zero_and_change_nothing_else(engine, mask_type, page_table, store):
+    if engine == "cudnn" and mask_type == "causal":
+        pytest.skip("cudnn serves no causal mask")
+    case = on_gpu(clean_case(mask_type, page_table))
+    plan = planned(store, case, engine, max_blocks_per_row=WIDTH)
+    clean = run(plan, case)
+    check(clean, case)
+    wrong = []
+    for kind in kinds_of(mask_type, page_table):
+        broken, rows = break_row(case, kind)
+        try:
+            assert_only_bad_rows_changed(case, rows, clean, run(plan, broken))
+        except AssertionError as error:
+            wrong.append(f"{kind}: {error}".replace("\n", " "))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_length_0_with_listed_blocks_is_zero(engine, store):
+    case = on_gpu(clean_case())
+    plan = planned(store, case, engine, max_blocks_per_row=WIDTH)
+    clean = run(plan, case)
+    case.seq_lens[1] = 0
+    rows = {(1, h, r) for h in range(case.num_kv_heads) for r in range(case.rows)}
+    assert_only_bad_rows_changed(case, rows, clean, run(plan, case))
+
+
+@pytest.mark.parametrize("engine", KERNEL_ENGINES)
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_a_visible_nan_reaches_exactly_the_queries_that_see_it(engine, part, store):
+    """A key on the causal diagonal: earlier queries of the same tile do not see it."""
+    case = busy_case(engine, bits=False, blocks_per_row=99, lens=[300, 111])
+    token = 300 - 40 + 20       # the diagonal of query 20, in the middle of a row and of a tile
+    for head in (0, 1):
+        (case.k_cache if part == "k" else case.v_cache)[case.pages_of[0][token // 16], head, token % 16, 5] = NAN
+    want, want_lse = paged_attention(case)
+    assert want.isnan().any() and want[:20].isfinite().all()
+    case = on_gpu(case)
+    out, lse = (x.cpu() for x in by_query(*run(planned(store, case, engine), case)))
+    assert torch.equal(out.isnan(), want.isnan()) and torch.equal(lse.isnan(), want_lse.isnan())
+    finite = want.isfinite().all(-1)
+    assert_close(out[finite], want[finite], lse[finite], want_lse[finite])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_scores_far_below_any_finite_stand_in_for_minus_infinity(engine, store):
+    """Every score is about -1e5 and equal, so out is the mean of V."""
+    case = busy_case(engine, bits=False, mask_type="dense", poison=None)
+    case.q.fill_(10.0)
+    case.k_cache.fill_(-1024.0)
+    want, want_lse = paged_attention(case)
+    case = on_gpu(case)
+    out, lse = (x.cpu() for x in by_query(*run(planned(store, case, engine), case)))
+    assert_close(out, want)
+    assert torch.allclose(lse.double(), want_lse, rtol=1e-6)
+
+
+# -- what one plan serves -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_plan_serves_caches_of_different_num_pages(engine, store):
+    small, large = (on_gpu(busy_case(engine, lens=lens)) for lens in ([300, 50], [300, 299]))
+    assert small.k_cache.shape[0] < large.k_cache.shape[0]
+    plan = planned(store, small, engine)
+    for case in (small, large, small):
+        check(run(plan, case), case)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_larger_plan_serves_a_smaller_batch(engine, tmp_path):
+    case = on_gpu(busy_case(engine))
+    own = PlanStore(tmp_path / "plans")
+    large = planned(own, case, engine, batch_size=5, max_seq_len_kv=1000, max_blocks_per_row=25)
+    own.freeze()
+    plan = own.get(case.signature(max_blocks_per_row=10), "cuda", engine)
+    assert plan.built_for == large.signature and own.stats().fits == 1
+    check(run(plan, case), case)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_strided_q_and_out_leave_their_neighbours_alone(engine, store):
+    case = on_gpu(busy_case(engine, strided_q=True))
+    fused = torch.full((case.batch, case.seq_len_q, 3 * case.num_qo_heads, case.head_dim), 7.0, dtype=case.dtype, device="cuda")
+    middle = fused[:, :, case.num_qo_heads:2 * case.num_qo_heads]
+    result = run(planned(store, case, engine), case, out=middle)
+    assert result[0] is middle
+    check(result, case)
+    assert (fused[:, :, :case.num_qo_heads] == 7.0).all() and (fused[:, :, 2 * case.num_qo_heads:] == 7.0).all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kv_layout", ["tuple", "combined"])
+def test_offsets_past_2_to_the_32_elements(engine, kv_layout, store):
+    """The live pages at the far end of a cache of more than 2^32 elements, everything before them NaN."""
+    case = on_gpu(busy_case(engine, kv_layout=kv_layout, page_size=64, kv_block_size=64))
+    per_page = case.k_cache[0].numel() * (2 if kv_layout == "combined" else 1)
+    num_pages = 2**32 // per_page + 100
+    small = case.cache if kv_layout == "combined" else torch.stack(case.cache)
+    first = num_pages - case.k_cache.shape[0]
+    caches = []
+    for part in ([small] if kv_layout == "combined" else small):
+        caches.append(torch.full((num_pages, *part.shape[1:]), NAN, dtype=case.dtype, device="cuda"))
+        caches[-1][first:] = part
+    want = paged_attention(case)
+    case.page_indices.add_(first)
+    case.tensors["cache"] = caches[0] if kv_layout == "combined" else tuple(caches)
+    result = run(planned(store, case, engine), case)
+    assert_close(*interleave(by_query(*result), want))
+
+
+# -- CUDA graphs --------------------------------------------------------------------------------------
+
+class StaticCall:
+    """Device buffers of a fixed size that different cases are copied into, and a graph that reads them."""
+
+    def __init__(self, plan: Plan, cases: list[PagedCase]) -> None:
+        widest = {name: max((getattr(c, name) for c in cases), key=torch.numel) for name in ("page_indices", "block_indices", "k_cache", "v_cache")}
+        self.buffers = {name: torch.zeros_like(t) for name, t in widest.items()}
+        self.buffers |= {name: torch.zeros_like(getattr(cases[0], name)) for name in ("q", "page_indptr", "seq_lens", "block_indptr")}
+        self.buffers["valid_bits"] = None if cases[0].valid_bits is None else torch.zeros_like(cases[0].valid_bits)
+        self.out = torch.empty_like(self.buffers["q"])
+        self.lse = torch.empty(cases[0].batch, cases[0].num_qo_heads, cases[0].seq_len_q, device="cuda")
+        self.plan, self.graph = plan, torch.cuda.CUDAGraph()
+        self.fill(cases[0])
+        self.run()              # loads whatever is loaded lazily
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            self.run()
+
+    def run(self) -> None:
+        b = self.buffers
+        self.plan.run(b["q"], (b["k_cache"], b["v_cache"]), b["page_indptr"], b["page_indices"], b["seq_lens"], b["block_indptr"], b["block_indices"],
+                      kv_valid_bits=b["valid_bits"], out=self.out, lse=self.lse)
+
+    def fill(self, case: PagedCase) -> None:
+        for name, buffer in self.buffers.items():
+            if buffer is not None:
+                value = getattr(case, name)
+                buffer[:value.shape[0]].copy_(value)
+        self.out.fill_(NAN), self.lse.fill_(NAN)
+
+    def check(self, case: PagedCase) -> None:
+        check((self.out, self.lse), case)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_captured_run_reads_everything_again_at_replay(engine, store):
+    cases = [on_gpu(busy_case(engine, seed=seed)) for seed in range(4)]
+    call = StaticCall(planned(store, cases[0], engine), cases)
+    for case in (*cases, cases[0]):
+        call.fill(case)
+        call.graph.replay()
+        call.check(case)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_captures_of_one_plan_replayed_interleaved(engine, store):
+    cases = [on_gpu(busy_case(engine, seed=seed)) for seed in range(2)]
+    plan = planned(store, cases[0], engine)
+    calls = [StaticCall(plan, [case]) for case in cases]
+    streams = [torch.cuda.Stream() for _ in calls]
+    for turn in range(3):
+        for call, case in zip(calls, cases, strict=True):
+            call.fill(case)
+        torch.cuda.synchronize()
+        for call, stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream if turn else torch.cuda.current_stream()):      # one stream first, then two at once
+                call.graph.replay()
+        torch.cuda.synchronize()
+        for call, case in zip(calls, cases, strict=True):
+            call.check(case)
+
+
+def test_capture_refuses_what_it_cannot_record(tmp_path):
+    case = on_gpu(busy_case("portable"))
+    empty, wrapper = PlanStore(tmp_path / "plans"), BlockSparsePagedTSWrapper()
+    scratch = torch.zeros(8, device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        scratch.add_(1)
+        with pytest.raises(CaptureError, match="startup"):
+            empty.get(case.signature(), "cuda", "portable")
+        with pytest.raises(CaptureError, match="plan\\(\\) before, run\\(\\) inside"):
+            case.one_shot(store=empty)
+        with pytest.raises(CaptureError, match="call plan\\(\\) first"):
+            wrapper.plan(2, 40, 300, 4, 2, 128, 16, 32, 16, device="cuda", store=empty)
+    assert empty.stats().builds == 0 and not empty.entries()
+
+
+# -- streams and threads ------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_work_goes_to_the_callers_stream(engine, store):
+    """q arrives late on a side stream: a launch anywhere else would read it too early."""
+    case = on_gpu(busy_case(engine))
+    plan, late = planned(store, case, engine), case.q.clone()
+    run(plan, case)
+    case.q.fill_(NAN)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        case.q.copy_(late)
+        result = run(plan, case)
+    stream.synchronize()
+    check(result, case)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_threads_and_streams_give_the_serial_bits(engine, store):
+    """4 threads with 2 streams each on one plan, each stream with a workspace the plan keeps for it."""
+    cases = [on_gpu(busy_case(engine, seed=seed)) for seed in range(8)]
+    plan = planned(store, cases[0], engine)
+    serial = [run(plan, case) for case in cases]
+    check(serial[3], cases[3])
+    torch.cuda.synchronize()
+    failures: list[Any] = []
+
+    def work(mine: list[int]) -> None:
+        try:
+            streams = [torch.cuda.Stream() for _ in mine]
+            for _ in range(20):
+                results = []
+                for i, stream in zip(mine, streams, strict=True):
+                    with torch.cuda.stream(stream):
+                        results.append(run(plan, cases[i], workspace=None))
+                for stream in streams:
+                    stream.synchronize()
+                failures.extend(i for i, result in zip(mine, results, strict=True) if not equal(result, serial[i]))
+        except Exception as error:  # noqa: BLE001 - whatever a thread dies of is the test's failure
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=([2 * i, 2 * i + 1],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not failures, failures[:3]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_run_neither_allocates_nor_synchronizes(engine, store):
+    case = on_gpu(busy_case(engine))
+    plan = planned(store, case, engine)
+    positional, keywords = case.arguments()
+    out, lse = torch.empty_like(case.q), torch.empty(case.batch, case.num_qo_heads, case.seq_len_q, device="cuda")
+    for validate in (True, False):
+        plan.run(*positional, **keywords, out=out, lse=lse, validate=validate)       # the plan keeps a workspace from here on
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for validate in (True, False):
+            plan.run(*positional, **keywords, out=out, lse=lse, validate=validate)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    check((out, lse), case)
+
+
+# -- the public calls ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_shot_and_wrapper_agree_with_the_plan(engine, store):
+    case = on_gpu(busy_case(engine))
+    one_shot = case.one_shot(engine=engine, store=store)
+    check(one_shot, case)
+    wrapper = BlockSparsePagedTSWrapper()
+    wrapper.plan(case.batch, case.seq_len_q, case.max_seq_len_kv, case.num_qo_heads, case.num_kv_heads, case.head_dim, case.q_block_size,
+                 case.kv_block_size, case.page_size, device="cuda", mask_type=case.mask_type, use_kv_valid_bits=case.bits, q_data_type=case.dtype,
+                 return_lse=True, engine=engine, store=store)
+    positional, keywords = case.arguments()
+    check(wrapper.run(*positional, **keywords), case)
+    assert wrapper.current_plan.engine == engine
+
+
+def test_the_default_pick_is_a_gpu_engine_and_the_reference_runs_when_named(store):
+    case = on_gpu(busy_case("portable"))
+    assert store.get(case.signature(), "cuda").engine in ENGINES
+    check(case.one_shot(store=store), case)
+    named = planned(store, case, "reference")
+    assert named.engine == "reference"
+    check(run(named, case), case)
+
+
+FAULTS = {
+    "page_id": lambda c: c.page_indices.index_fill_(0, c.page_indptr[1:2].long() + 1, -4),
+    "page_id past the cache": lambda c: c.page_indices.index_fill_(0, torch.tensor([2], device=c.page_indices.device), c.k_cache.shape[0]),
+    "length": lambda c: c.seq_lens[1:].fill_(97),
+    "length 0": lambda c: c.seq_lens[1:].fill_(0),
+    "page_table": lambda c: c.page_indptr[2:].sub_(4),
+    "page_table start": lambda c: c.page_indptr[:1].fill_(1),
+    "block_indptr": lambda c: c.block_indptr[1, 1, -1:].fill_(2),
+    "block_indptr past": lambda c: c.block_indptr[1, 1, -1:].fill_(10**6),
+    "block_id": lambda c: c.block_indices[3:4].fill_(6),
+    "block_id negative": lambda c: c.block_indices[3:4].fill_(-1),
+    "block_order": lambda c: c.block_indices[4:5].copy_(c.block_indices[3:4]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_shot_says_of_gpu_values_what_it_says_of_cpu_values(fault, store):
+    texts = []
+    for case in (clean_case(), on_gpu(clean_case())):
+        case.one_shot(store=store, engine="portable" if case.device == "cuda" else None)
+        FAULTS[fault](case)
+        out = torch.full(case.q.shape, 3.0, dtype=case.dtype, device=case.q.device)
+        with pytest.raises(ValueError) as caught:
+            case.one_shot(store=store, out=out)
+        assert (out == 3.0).all(), "out was written"
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_workspace_must_hold_what_the_plan_says(engine, store):
+    case = on_gpu(busy_case(engine, seq_len_q=1, q_block_size=16, max_seq_len_kv=4100, lens=[4100, 3000], mask_type="dense"))
+    plan = planned(store, case, engine)
+    if not plan.workspace_bytes:
+        pytest.skip("this plan needs no workspace")
+    room = torch.empty(plan.workspace_bytes + 256, dtype=torch.uint8, device="cuda")
+    for bad in (room[:plan.workspace_bytes - 1], room[8:], room.view(torch.int8), room.cpu()):
+        with pytest.raises(ValueError, match="workspace: got"):
+            run(plan, case, workspace=bad)
+    with pytest.raises(TypeError, match="workspace: got"):
+        run(plan, case, workspace=room.data_ptr())
+    check(run(plan, case, workspace=room[:plan.workspace_bytes]), case)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_second_store_loads_what_the_first_built(engine, tmp_path):
+    case = on_gpu(busy_case(engine))
+    first = PlanStore(tmp_path / "plans")
+    built = run(planned(first, case, engine), case)
+    second = PlanStore(tmp_path / "plans")
+    plan = second.get(case.signature(), "cuda", engine)
+    assert (second.stats().builds, second.stats().loads, second.stats().misses) == (0, 1, 0)
+    assert equal(run(plan, case), built)
+    said = plan.describe()
+    assert said["engine"] == engine and said["load_seconds"] > 0 and said["declined"].keys() == {"reference", "cudnn", "portable", "sm90"} - {engine}
+    assert all(kernel["name"] for kernel in said["compiled"]["kernels"])
+    assert all(kernel.get("spill_bytes", 0) == 0 for kernel in said["compiled"]["kernels"])
