@@ -109,7 +109,7 @@ def structure(device: torch.device, fixed: tuple[Any, ...], free: tuple[Any, ...
         if value is None:
             parts.append(None)
         elif isinstance(value, torch.Tensor) and value.dim() == 1:
-            parts.append((value.dtype, value.device, value.stride(0)))
+            parts.append((value.dtype, value.device, value.is_contiguous()))      # not the stride: one element is contiguous at any
         else:
             return None
     return tuple(parts)

@@ -50,7 +50,7 @@ class PlanDirectory:
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}    # key -> (mtime_ns, header)
-        self._writable = True
+        self.writable = True
 
     def path(self, key: str) -> Path:
         return self.root / f"{key}{SUFFIX}"
@@ -94,11 +94,11 @@ class PlanDirectory:
 
     def write(self, key: str, header: dict[str, Any], payload: bytes, keep: Collection[str] = ()) -> int:
         """Write an entry, then delete the least recently used beyond the bounds, never one of `keep`; how many that were."""
-        if not self._writable:
+        if not self.writable:
             return 0
-        self._writable = write_atomic(self.path(key), payload, {**header, "format": FORMAT})
+        self.writable = write_atomic(self.path(key), payload, {**header, "format": FORMAT})
         self._warned.discard(key)
-        return self._shrink(keep) if self._writable else 0
+        return self._shrink(keep) if self.writable else 0
 
     def entries(self) -> list[DiskEntry]:
         """Every entry whose header is sound."""

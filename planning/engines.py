@@ -7,7 +7,7 @@ import functools
 from ..engines.base import Engine
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def engine_named(name: str) -> Engine:
     """The engine of the support table's `name`."""
     if name == "reference":

@@ -123,8 +123,8 @@ def _diff(directory: PlanDirectory, options: argparse.Namespace) -> int:
     if options.json:
         return _print_json(differing)
     table = table_of("field", a["key"][:KEY_SHOWN], b["key"][:KEY_SHOWN], whole=("field",))
-    for name, values in differing.items():
-        table.add_row(escape(name), *(escape(text(name, value)) for value in values))
+    for name in differing:
+        table.add_row(escape(name), *(escape(text(name, side[name])) if name in side else "-" for side in (a, b)))
     _console().print(table if differing else "They are equal.")
     return 0
 
@@ -159,7 +159,7 @@ def _find(directory: PlanDirectory, prefix: str) -> dict[str, Any]:
 
 def _leaves(value: Any, name: str = "") -> Iterable[tuple[str, Any]]:
     """(dotted name, value) of everything inside nested dicts and lists of dicts."""
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _leaves(inner, f"{name}.{key}" if name else key)
     elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
@@ -183,8 +183,9 @@ def _sections(row: Mapping[str, Any]) -> Iterable[tuple[str, Table]]:
 
 
 def _columns(items: list[Mapping[str, Any]]) -> Table:
-    names = list(dict.fromkeys(name for item in items for name in item))
-    table = table_of(*names)
+    """One line an item: the words first, then the figures, whose headings may wrap."""
+    names = sorted(dict.fromkeys(name for item in items for name in item), key=lambda name: (name != "role", not isinstance(items[0].get(name), str)))
+    table = table_of(*(name.replace("_", " ") for name in names))
     for item in items:
         table.add_row(*(escape(text(name, item.get(name))) for name in names))
     return table

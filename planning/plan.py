@@ -50,6 +50,9 @@ class Plan:
     """
 
     __slots__ = ("signature", "_built", "workspace_bytes")
+    signature: Signature
+    workspace_bytes: int
+    _built: BuiltPlan
 
     def __init__(self, signature: Signature, built: BuiltPlan) -> None:
         object.__setattr__(self, "signature", signature)

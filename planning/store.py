@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from ..engines.base import Compiled
-from ..errors import CaptureError, PlanMissError
+from ..errors import CaptureError, CudnnGraphsError, PlanMissError
 from ..runtime.cubins import CubinCache
 from ..runtime.devices import DeviceFacts, device_facts
 from ..runtime.environment import engine_environment, versions
-from ..runtime.files import untrusted
+from ..runtime.files import untrusted, unwritable
 from ..runtime.streams import is_capturing
 from .disk import DiskEntry, PlanDirectory
 from .engines import engine_named
@@ -62,6 +62,9 @@ def entry_key(signature: Signature, engine: str, device: DeviceFacts) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
+Slot = tuple[str, int | None]       # entry key and device index: two GPUs of one model share an entry, never what was loaded from it
+
+
 class PlanStore:
     """Plans in memory in front of `root`. None: memory only.
 
@@ -72,21 +75,22 @@ class PlanStore:
 
     def __init__(self, root: str | os.PathLike[str] | None = None, *, max_entries: int = 4096, max_bytes: int = 4 << 30, trust: bool = False) -> None:
         self.root = None if root is None else Path(root).expanduser()
-        if self.root is not None and not trust and (why := untrusted(self.root)):
+        if self.root is not None and not trust and (why := untrusted(self.root) or untrusted(_kernel_directory(self.root))):
             log.warning("plan store %s is not used, plans stay in memory: a plan is code, and %s; or open it with trust=True", self.root, why)
             self.root = None
         self.max_entries, self.max_bytes = max_entries, max_bytes
         self._disk = None if self.root is None else PlanDirectory(self.root, max_entries, max_bytes)
         self.cubins = CubinCache(None if self.root is None else _kernel_directory(self.root))
         self._lock = threading.RLock()
-        self._built: OrderedDict[str, BuiltPlan] = OrderedDict()     # entry key -> plan, least recently used first
+        self._built: OrderedDict[Slot, BuiltPlan] = OrderedDict()    # least recently used first
         self._pinned: set[str] = set()
-        self._views: dict[tuple[Signature, int | None, str | None], tuple[Plan, str]] = {}
-        self._refused: dict[tuple[str, int | None, str | None], str] = {}
+        self._views: dict[tuple[Signature, DeviceFacts, str | None], tuple[Plan, Slot]] = {}
+        self._refused: dict[tuple[str, DeviceFacts, str | None], str] = {}
         self._flights: dict[str, threading.Lock] = {}
         self._uses: dict[str, int] = {}
         self._stats = StoreStats()
         self._frozen = False
+        self._probed = False
 
     # -- lookup ---------------------------------------------------------------------------------------
 
@@ -98,13 +102,13 @@ class PlanStore:
         build or load would happen during CUDA graph capture.
         """
         facts = device_facts(device)
-        view = self._views.get((signature, facts.index, engine))
+        view = self._views.get((signature, facts, engine))
         if view is not None:
-            plan, key = view
+            plan, slot = view
             with self._lock:
-                if key in self._built:
-                    self._built.move_to_end(key)
-                    self._uses[key] = self._uses.get(key, 0) + 1
+                if slot in self._built:
+                    self._built.move_to_end(slot)
+                    self._uses[slot[0]] = self._uses.get(slot[0], 0) + 1
                     self._stats.hits += plan.built_for is plan.signature
                     self._stats.fits += plan.built_for is not plan.signature
                     return plan
@@ -125,18 +129,18 @@ class PlanStore:
         picked, declined = self._choose(signature, device, engine)
         key = entry_key(signature, picked, device)
         with self._flight(key):
-            built = self._in_memory(key) or self._load(key, picked, device)
+            built = self._in_memory((key, device.index)) or self._load(key, picked, device)
             if built is None and not exact:
-                built = self._fitting(signature, picked, device)
+                built = self._fitting(key, signature, picked, device)
             if built is None:
                 built = self._build(key, signature, picked, declined, device)
         plan = Plan(built.signature if built.signature == signature else signature, built)
         with self._lock:
-            self._views[(signature, device.index, engine)] = (plan, entry_key(built.signature, picked, device))
+            self._views[(signature, device, engine)] = (plan, (entry_key(built.signature, picked, device), device.index))
         return plan
 
     def _choose(self, signature: Signature, device: DeviceFacts, engine: str | None) -> tuple[str, dict[str, str]]:
-        slot = (signature.key, device.index if device.kind == "cuda" else None, engine)
+        slot = (signature.key, device, engine)
         if slot in self._refused:
             self._stats.negative_hits += 1
             raise NotImplementedError(self._refused[slot])
@@ -154,26 +158,26 @@ class PlanStore:
         with flight:
             yield
 
-    def _in_memory(self, key: str) -> BuiltPlan | None:
+    def _in_memory(self, slot: Slot) -> BuiltPlan | None:
         with self._lock:
-            built = self._built.get(key)
+            built = self._built.get(slot)
             if built is not None:
-                self._built.move_to_end(key)
+                self._built.move_to_end(slot)
                 self._stats.hits += 1
-                self._uses[key] = self._uses.get(key, 0) + 1
+                self._uses[slot[0]] = self._uses.get(slot[0], 0) + 1
             return built
 
-    def _fitting(self, signature: Signature, engine: str, device: DeviceFacts) -> BuiltPlan | None:
-        """The smallest cached plan of larger capacities, in memory or on disk."""
+    def _fitting(self, exact: str, signature: Signature, engine: str, device: DeviceFacts) -> BuiltPlan | None:
+        """The smallest cached plan of larger capacities, in memory or on disk; not `exact`, which was looked for already."""
         with self._lock:
-            known = {k: b.signature for k, b in self._built.items() if b.engine == engine and b.device == device}
+            known = {k: b.signature for (k, _), b in self._built.items() if b.engine == engine and b.device == device}
         if self._disk is not None:
             for entry in self._disk.entries():
                 if entry.engine == engine and entry.device == device.identity() and entry.signature is not None:
                     known.setdefault(entry.key, entry.signature)
-        fitting = sorted((s.size(), k) for k, s in known.items() if s.fits(signature))
+        fitting = sorted((s.size(), k) for k, s in known.items() if k != exact and s.fits(signature))
         for _, key in fitting:
-            built = self._built.get(key) or self._load(key, engine, device)
+            built = self._built.get((key, device.index)) or self._load(key, engine, device)
             if built is not None:
                 with self._lock:
                     self._stats.fits += 1
@@ -229,6 +233,7 @@ class PlanStore:
         return built
 
     def _compile(self, signature: Signature, engine: str, declined: dict[str, str], device: DeviceFacts) -> tuple[Compiled, dict[str, Any]]:
+        self._probe()
         descriptor = signature.lower()
         compiled = engine_named(engine).compile(descriptor, device, self.cubins)
         header = {
@@ -242,7 +247,7 @@ class PlanStore:
     def build_ahead(self, signature: Signature, device: DeviceFacts, engine: str | None = None) -> dict[str, Any]:
         """Compile for a device that is not here and write the entry. Returns its header. Needs a directory."""
         if self._disk is None:
-            raise CaptureError("store: got memory only; need a directory to build ahead of time; open PlanStore(path)")
+            raise CudnnGraphsError("store: got memory only; need a directory to build ahead of time; open PlanStore(path)")
         picked, declined = self._choose(signature, device, engine)
         start = time.perf_counter()
         compiled, header = self._compile(signature, picked, declined, device)
@@ -250,6 +255,16 @@ class PlanStore:
         self._write(header["key"], header, compiled)
         self._stats.builds += 1
         return header
+
+    def _probe(self) -> None:
+        """Before the first write: whether there can be one. A store that cannot be written says so once and keeps plans in memory."""
+        if self.root is None or self._probed:
+            return
+        self._probed = True
+        why = unwritable(self.root) or unwritable(_kernel_directory(self.root))
+        if why is not None and self._disk is not None:
+            log.warning("plan store %s cannot be written (%s): new plans stay in memory; make it writable or set CUDNN_GRAPHS_CACHE_DIR", self.root, why)
+            self._disk.writable = self.cubins.writable = False
 
     def _write(self, key: str, header: dict[str, Any], compiled: Compiled) -> int:
         payload = compiled.payload()
@@ -263,12 +278,13 @@ class PlanStore:
     def _keep(self, key: str, built: BuiltPlan) -> None:
         """Put a plan in memory and push out the least recently used beyond the bounds."""
         with self._lock:
-            self._built[key] = built
-            self._built.move_to_end(key)
+            slot = (key, built.device.index)
+            self._built[slot] = built
+            self._built.move_to_end(slot)
             if is_capturing():
                 return
             total = sum(b.payload_bytes for b in self._built.values())
-            for old in [k for k in self._built if k not in self._pinned and k != key]:
+            for old in [other for other in self._built if other[0] not in self._pinned and other != slot]:
                 if len(self._built) <= self.max_entries and total <= self.max_bytes:
                     break
                 total -= self._built.pop(old).payload_bytes
@@ -298,7 +314,8 @@ class PlanStore:
     def entries(self) -> list[dict[str, Any]]:
         """Headers of every plan here and on disk, other devices' included, newest first, each with `where` and `hits`."""
         with self._lock:
-            rows = {k: {**b.header, "key": k, "where": "memory", "hits": self._uses.get(k, 0), "pinned": k in self._pinned} for k, b in self._built.items()}
+            rows = {key: {**built.header, "key": key, "where": "memory", "hits": self._uses.get(key, 0), "pinned": key in self._pinned}
+                    for (key, _), built in self._built.items()}
         if self._disk is not None:
             for entry in self._disk.entries():
                 known = rows.get(entry.key)
@@ -316,7 +333,7 @@ class PlanStore:
         """Forget every plan and delete the directory's entries; how many there were. Plans in use keep working."""
         _refuse_capture(None, "clearing the store")
         with self._lock:
-            keys = set(self._built)
+            keys = {key for key, _ in self._built}
             self._built.clear()
             self._views.clear()
             self._refused.clear()
@@ -369,7 +386,7 @@ def default_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cudnn_graphs"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def default_store() -> PlanStore:
     """The process's own store, on disk at the default root, opened at first use."""
     return PlanStore(default_root() / "plans")

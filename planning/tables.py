@@ -39,4 +39,4 @@ def text(name: str, value: Any) -> str:
         return f"{value:.6g}"
     if isinstance(value, (list, tuple)):
         return ", ".join(text("", item) for item in value) or "none"
-    return str(value)
+    return "none" if value == {} else str(value)

@@ -14,9 +14,9 @@ from ..runtime.nvrtc import KernelSource
 from .paged_launch import CUDA_TYPES, SplitWorkspace, launch_merge, merge_source, pack_params
 
 _RESERVED_SMEM = 1024           # bytes the driver keeps of every block's shared memory
-_STATE_BYTES = 128              # PagedConfig::kStateBytes
+_STATE_BYTES = 144              # PagedConfig: CtaState and GatherState
 _MAX_SPLITS = 32
-_SPLIT_COST = 2                 # of a block, in key tiles: prologue and epilogue
+_BLOCK_COST = 2                 # of a CTA, in key tiles: prologue and epilogue
 _MERGE_COST = 2                 # of the merge launch, in key tiles
 
 
@@ -25,16 +25,12 @@ class Tile:
     """The shape of one CTA: the numbers of `PagedConfig` in kernels/portable/paged_config.cuh."""
 
     rows: int                   # query rows: tokens x heads
+    fragments: int              # 16-row fragments of one warp
     keys: int                   # of one key tile
     stages: int                 # key tiles in shared memory
     head_dim: int
     causal: bool
     blocks_per_sm: int          # CTAs that registers and shared memory leave room for
-
-    @property
-    def fragments(self) -> int:
-        """16-row fragments of one warp. Two where the accumulators fit: a fragment of K or V read from shared memory then feeds two products."""
-        return 2 if self.head_dim <= 128 and self.rows > 16 else 1
 
     @property
     def row_warps(self) -> int:
@@ -61,24 +57,31 @@ class Tile:
 
 
 def choose_tile(packed_rows: int, head_dim: int, causal: bool, device: DeviceFacts) -> Tile:
-    """The tile for rows of `packed_rows` query rows (tokens x heads): the first in order of preference that fits."""
+    """The tile for rows of `packed_rows` query rows (tokens x heads): the first in order of preference that fits.
+
+    Warps have 32 rows where the accumulators fit: a fragment of K or V read from shared memory then feeds two
+    products. At D 256 they do not, and on Blackwell the compiler needs more registers and spilled.
+    """
     rows = next((r for r in (16, 32, 64) if packed_rows <= r), 128)
+    wide = head_dim <= 128 and device.capability < (10, 0)
     few = [(3, 16)] if rows == 16 and head_dim <= 128 else []       # reading only: P6 4.06 TB/s with three blocks of 2 stages, 3.91 with two of 3
-    two = [(2, rows)] if rows * head_dim <= 128 * 128 else []       # 8 warps of 255 registers leave room for one
+    two = [(2, rows)] if rows < 128 or wide else []                 # 8 warps of 255 registers leave room for one
     one = [(1, r) for r in (128, 64, 32, 16) if r <= rows]
     for blocks, r in few + two + one:
         for keys, stages in ((64, 3), (64, 2), (32, 3), (32, 2)):
-            tile = Tile(r, keys, stages, head_dim, causal, blocks)
+            tile = Tile(r, 2 if wide and r > 16 else 1, keys, stages, head_dim, causal, blocks)
             if tile.fits(device):
                 return tile
     raise AssertionError(f"no tile of D {head_dim} fits in {device.smem_per_block} bytes of shared memory")
 
 
-def choose_splits(tasks: int, tiles: int, slots: int) -> int:
+def choose_splits(tasks: int, tiles: int, tile: Tile, slots: int) -> int:
     """How many CTAs share a row's list, from static capacities alone: the least time, in key tiles walked one after the other."""
+    partial = 2 * tile.rows // tile.keys        # a partial result written and read again, in bytes of key tiles
+
     def cost(splits: int) -> int:
-        waves = -(-tasks * splits // slots)
-        return waves * (-(-tiles // splits) + _SPLIT_COST) + (_MERGE_COST if splits > 1 else 0)
+        waves, share = -(-tasks * splits // slots), -(-tiles // splits)
+        return waves * (share + _BLOCK_COST) + (waves * partial + _MERGE_COST if splits > 1 else 0)
     return min(range(1, max(1, min(_MAX_SPLITS, tiles // 2)) + 1), key=cost)
 
 
@@ -92,7 +95,9 @@ def _source(descriptor: SparseBlockDescriptor, tile: Tile, tail_only: bool) -> K
     text = f"""#include "portable/paged_attention.cuh"
 using Config = PagedConfig<{dtype}, {numbers}, {booleans}>;
 static_assert(Config::kSmemBytes == {tile.smem_bytes}, "Tile.smem_bytes and PagedConfig disagree");
-extern "C" __global__ void __launch_bounds__({tile.threads}, {tile.blocks_per_sm}) {entry}(const __grid_constant__ PagedParams p) {{ paged_attention<Config>(p); }}
+extern "C" __global__ void __launch_bounds__({tile.threads}, {tile.blocks_per_sm}) {entry}(const __grid_constant__ PagedParams p) {{
+    paged_attention<Config>(p);
+}}
 """
     return KernelSource(entry, text, threads=tile.threads, smem_bytes=tile.smem_bytes)
 
@@ -118,8 +123,8 @@ class PortablePagedDesign:
         m_tiles = -(-_packed_rows(descriptor) // self.tile.rows)
         tasks = descriptor.batch_size * descriptor.num_kv_heads * descriptor.rows_per_head * m_tiles
         spans = descriptor.max_spans_per_row or -(-descriptor.max_seq_len_kv // descriptor.span_tokens)
-        slots = device.sm_count * min(self.tile.blocks_per_sm, 2)     # two already saturate the memory
-        splits = choose_splits(tasks, -(-spans * descriptor.span_tokens // self.tile.keys), slots)
+        slots = device.sm_count * min(self.tile.blocks_per_sm, 2)       # two already saturate the memory
+        splits = choose_splits(tasks, -(-spans * descriptor.span_tokens // self.tile.keys), self.tile, slots)
         self.partials = SplitWorkspace.of(descriptor, splits)
         self.workspace_bytes = self.partials.nbytes
         self.kernels: Mapping[str, KernelSource] = {"attention": _source(descriptor, self.tile, tail_only=False)}
@@ -158,4 +163,5 @@ def design_portable_paged(descriptor: SparseBlockDescriptor, device: DeviceFacts
 
 
 def design_tail(descriptor: SparseBlockDescriptor, device: DeviceFacts) -> PortableTailDesign:
+    """The partial tail of every row, for an engine that serves the full blocks itself."""
     return PortableTailDesign(descriptor, device)

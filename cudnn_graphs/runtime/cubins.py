@@ -18,6 +18,7 @@ class CubinCache:
 
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = directory
+        self.writable = True        # False once a write failed: its warning is given once
         self._memory: dict[str, Cubin] = {}
         self._lock = threading.Lock()
         self._building: dict[str, threading.Lock] = {}
@@ -41,11 +42,11 @@ class CubinCache:
     def _compile(self, key: str, source: KernelSource, arch: str) -> Cubin:
         start = time.perf_counter()
         cubin = compile_cubin(source, arch)
-        where = "memory only" if self.directory is None else self.directory / f"{key}.cubin"
-        log.info("compiled %s for %s in %.2f s; cached in %s", source.entry, arch, time.perf_counter() - start, where)
-        if self.directory is not None:
+        path = self.directory / f"{key}.cubin" if self.directory is not None and self.writable else None
+        log.info("compiled %s for %s in %.2f s; cached in %s", source.entry, arch, time.perf_counter() - start, path or "memory only")
+        if path is not None:
             header = {"entry": source.entry, "arch": arch, "resources": cubin.resources.to_json(), "log": cubin.log}
-            write_atomic(self.directory / f"{key}.cubin", cubin.image, header)
+            self.writable = write_atomic(path, cubin.image, header)
         return cubin
 
     def _read(self, key: str) -> Cubin | None:

@@ -47,11 +47,11 @@ class DeviceFacts:
 CPU = DeviceFacts(kind="cpu", index=None, name="cpu", capability=(0, 0))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _cuda_facts(index: int) -> DeviceFacts:
     p = torch.cuda.get_device_properties(index)
     return DeviceFacts(kind="cuda", index=index, name=p.name, capability=(p.major, p.minor), sm_count=p.multi_processor_count,
-                       smem_per_block=p.shared_memory_per_block_optin, l2_bytes=p.L2_cache_size, total_bytes=p.total_memory)
+                       smem_per_block=p.shared_memory_per_block_optin, l2_bytes=p.L2_cache_size, total_bytes=p.total_memory)  # type: ignore[attr-defined]
 
 
 def device_facts(device: torch.device | str | int | DeviceFacts | None) -> DeviceFacts:

@@ -15,7 +15,7 @@ _NEEDS = {
 }
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _present(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
@@ -28,7 +28,7 @@ def missing_packages(engine: str) -> list[str]:
     return [module for module in _NEEDS[engine] if not _present(module)]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def package_version() -> str:
     try:
         return importlib.metadata.version("cudnn-graphs")
@@ -36,7 +36,7 @@ def package_version() -> str:
         return "0+source"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _version(call: str) -> str | None:
     try:
         if call == "nvrtc":

@@ -81,11 +81,23 @@ def read_checked(path: Path) -> tuple[bytes, dict[str, Any]] | None:
         return None
 
 
+def unwritable(directory: Path) -> str | None:
+    """Why nothing can be written to a directory, or None. Makes it where it is missing."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd, probe = tempfile.mkstemp(prefix=".tmp-", dir=directory)
+        os.close(fd)
+        os.unlink(probe)
+    except OSError as error:
+        return str(error)
+    return None
+
+
 def untrusted(directory: Path) -> str | None:
     """Why code must not be loaded from a directory, or None. Another user's, or one others can write to, could plant it."""
     try:
         status = directory.stat()
-    except FileNotFoundError:
+    except OSError:         # missing or out of reach: there is nothing in it to load
         return None
     if status.st_uid != os.geteuid():
         return f"it belongs to user {status.st_uid}; run `chown {os.geteuid()} {directory}` or name another directory"

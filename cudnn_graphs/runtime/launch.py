@@ -13,9 +13,28 @@ import threading
 import torch
 
 from .nvrtc import Cubin
+from .streams import bind_context
 
 _lock = threading.Lock()
 _modules: dict[tuple[int, str], int] = {}       # (device, cubin digest) -> CUmodule, for the process's life
+
+
+class _Arguments:
+    """Where one thread puts launch parameters of some sizes: the driver copies them before the launch returns."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.buffers = [ctypes.create_string_buffer(size) for size in sizes]
+        self.addresses = [ctypes.addressof(b) for b in self.buffers]
+        self.pointers = (ctypes.c_void_p * len(sizes))(*self.addresses)
+        self.pointers_at = ctypes.addressof(self.pointers)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.arguments: dict[tuple[int, ...], _Arguments] = {}
+
+
+_thread = _Thread()
 
 
 class LoadedKernel:
@@ -29,8 +48,7 @@ class LoadedKernel:
         self._threads = cubin.resources.threads
         self.entry, self.device, self.resources = entry, device, cubin.resources
         with torch.cuda.device(device):
-            torch.cuda.init()
-            torch.cuda.set_device(device)       # makes the primary context current on this thread
+            bind_context(device)
             module = _load_module(driver, cubin.image, device)
             self.function = driver.moduleGetFunction(module, entry)
             if self._smem > 48 * 1024:
@@ -41,9 +59,13 @@ class LoadedKernel:
 
     def launch(self, grid: tuple[int, int, int], params: tuple[bytes, ...], stream: int) -> None:
         """Launch on a raw stream of this kernel's device, which must be current. Each of `params` is one packed argument."""
-        buffers = [ctypes.create_string_buffer(p, len(p)) for p in params]
-        pointers = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
-        self._launch(self.function, *grid, self._threads, 1, 1, self._smem, stream, ctypes.addressof(pointers), 0)
+        sizes = tuple(map(len, params))
+        arguments = _thread.arguments.get(sizes)
+        if arguments is None:
+            arguments = _thread.arguments[sizes] = _Arguments(sizes)
+        for address, packed in zip(arguments.addresses, params):
+            ctypes.memmove(address, packed, len(packed))
+        self._launch(self.function, *grid, self._threads, 1, 1, self._smem, stream, arguments.pointers_at, 0)
 
 
 def _load_module(driver, image: bytes, device: int) -> int:

@@ -54,7 +54,7 @@ class Cubin:
     log: str
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _read(name: str) -> str:
     return (KERNELS / name).read_text()
 
@@ -71,7 +71,7 @@ def included_files(text: str) -> list[str]:
     return sorted(seen)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def nvrtc_version() -> tuple[int, int]:
     from cupy.cuda import nvrtc
     return tuple(nvrtc.getVersion())
@@ -96,7 +96,7 @@ def compile_cubin(source: KernelSource, arch: str) -> Cubin:
         except nvrtc.NVRTCError as error:
             raise RuntimeError(f"NVRTC could not compile {source.entry} for {arch}:\n{nvrtc.getProgramLog(program)}") from error
         log = nvrtc.getProgramLog(program)
-        image = nvrtc.getCUBIN(program)
+        image = nvrtc.getCUBIN(program) + b"\0"        # cupy drops the last byte: the driver does not mind, cuobjdump does
     finally:
         nvrtc.destroyProgram(program)
     used, spills = _USED.findall(log), _SPILL.findall(log)

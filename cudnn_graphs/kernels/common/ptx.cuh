@@ -22,6 +22,13 @@ DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memor
 template <int kPending>
 DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory"); }
 
+// A load that stays where it is written.
+DEVICE uint4 load_shared16(u32 from) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
+    return x;
+}
+
 // Four 8 x 8 matrices of 16-bit elements; lanes 8i to 8i + 7 give the row addresses of matrix i.
 DEVICE void ldmatrix_x4(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

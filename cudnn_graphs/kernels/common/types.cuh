@@ -16,3 +16,5 @@ constexpr float kLn2 = 0.6931471805599453f;
 
 template <typename T>
 DEVICE constexpr T ceil_div(T a, T b) { return (a + b - 1) / b; }
+
+constexpr int log2_of(int power) { return power <= 1 ? 0 : 1 + log2_of(power / 2); }

@@ -2,6 +2,7 @@
 // registers for it.
 #pragma once
 #include "common/paged_params.cuh"
+#include "common/ptx.cuh"
 #include "portable/paged_config.cuh"
 #include "portable/query_tile.cuh"
 
@@ -15,9 +16,18 @@ struct CtaState {
     static DEVICE CtaState of(const PagedParams& p, const QueryTile& tile);
 };
 
+// The part of it that the gather needs in every tile, read in one piece: fetched field by field between
+// branches, each would wait for shared memory.
+struct alignas(16) GatherState {
+    const i32* blocks;
+    const i32* pages;
+    int count, page_count, length, highest_limit;
+    int end_tile, b, h, unused;
+};
+
 template <typename C>
 DEVICE CtaState& state() {
-    static_assert(sizeof(CtaState) <= C::kStateBytes, "");
+    static_assert(sizeof(CtaState) <= C::kGather - C::kState, "");
     return *reinterpret_cast<CtaState*>(shared_memory + C::kState);
 }
 
@@ -57,3 +67,20 @@ DEVICE void set_row_limits(const PagedParams& p, const CtaState& cta) {
 
 template <typename C>
 DEVICE int row_limit(int m) { return C::kCausal ? causal_limits<C>()[m] : state<C>().highest_limit; }
+
+template <typename C>
+DEVICE void set_gather_state(const CtaState& cta) {
+    const int pages = int(min(cta.row.page_count, i64(0x7fffffff)));
+    *reinterpret_cast<GatherState*>(shared_memory + C::kGather) = {
+        cta.row.blocks, cta.row.pages, cta.row.count, pages, cta.row.length, cta.highest_limit, cta.end_tile, cta.tile.b, cta.tile.h, 0};
+}
+
+template <typename C>
+DEVICE GatherState gather_state() {
+    static_assert(sizeof(GatherState) == C::kGatherBytes && C::kGather % 16 == 0, "");
+    GatherState state;
+#pragma unroll
+    for (int i = 0; i < C::kGatherBytes / 16; ++i)
+        reinterpret_cast<uint4*>(&state)[i] = load_shared16(smem_address(shared_memory + C::kGather) + 16 * i);
+    return state;
+}

@@ -116,13 +116,16 @@ private:
         }
     }
 
-    // Takes in the scores' maxima, and brings what was accumulated before to them.
+    // Brings what was accumulated before to the maxima of these scores, where they are much higher.
     DEVICE void rescale(const float (&s)[C::kFragments][C::kWarpKeys / 8][4]) {
+        bool outgrown = false;
+#pragma unroll
+        for (int f = 0; f < C::kFragments; ++f) outgrown |= softmax[f].outgrown(s[f], p_.scale_log2);
+        if (!__any_sync(~0u, outgrown)) return;
 #pragma unroll
         for (int f = 0; f < C::kFragments; ++f) {
             float factor[2];
             softmax[f].raise(s[f], p_.scale_log2, factor);
-            if (!__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) continue;    // most tiles bring no new maximum
 #pragma unroll
             for (int n = 0; n < C::kD / 8; ++n)
 #pragma unroll
@@ -170,7 +173,10 @@ DEVICE void paged_attention(const PagedParams& p) {
         if (tile.count <= 0) return;
         const CtaState cta = CtaState::of<C>(p, tile);
         if (cta.first_tile == cta.end_tile) return store_nothing<C>(p, tile, cta.row.bad);
-        if (threadIdx.x == 0) state<C>() = cta;
+        if (threadIdx.x == 0) {
+            state<C>() = cta;
+            set_gather_state<C>(cta);
+        }
         if constexpr (C::kCausal) {
             set_row_limits<C>(p, cta);
             NonFinite<C>::clear();

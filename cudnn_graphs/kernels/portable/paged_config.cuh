@@ -40,8 +40,9 @@ struct PagedConfig {
     static constexpr int kTops = kSpans + kStages * kWarps * 8;                             // [key warp][row] floats
     static constexpr int kSums = kTops + kKeyWarps * kRows * 4;
     static constexpr int kState = kSums + kKeyWarps * kRows * 4;                            // CtaState
-    static constexpr int kStateBytes = 128;
-    static constexpr int kNonFinite = kState + kStateBytes;                                 // [sign][D] ints, causal only
+    static constexpr int kGather = kState + 96;                                             // GatherState
+    static constexpr int kGatherBytes = 48;
+    static constexpr int kNonFinite = kGather + kGatherBytes;                               // [sign][D] ints, causal only
     static constexpr int kLimits = kNonFinite + (kCausal ? 8 * kD : 0);                     // [row] ints, causal only
     static constexpr int kSmemBytes = kLimits + (kCausal ? 4 * kRows : 0);
 };

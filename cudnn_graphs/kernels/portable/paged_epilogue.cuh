@@ -43,12 +43,14 @@ struct OutputRow {
 // The result of rows that see nothing: zeros and lse -inf. A bad row's partial says so by +inf.
 template <typename C>
 DEVICE void store_nothing(const PagedParams& p, const QueryTile& tile, bool bad) {
-    const float zeros[8] = {};
-    for (int i = threadIdx.x; i < tile.count * C::kChunks; i += C::kThreads) {
-        const OutputRow<C> row(p, tile, i / C::kChunks);
-        if (!row.partial) row.write_out(p, i % C::kChunks * 8, zeros);
-        if (i % C::kChunks == 0) row.write_lse(p, bad && row.partial ? -NEG_INF : NEG_INF);
+    for (int m = threadIdx.x; m < tile.count; m += C::kThreads) {
+        const OutputRow<C> row(p, tile, m);
+        row.write_lse(p, bad && row.partial ? -NEG_INF : NEG_INF);
     }
+    if (C::kTailOnly || p.num_splits > 1) return;
+    const float zeros[8] = {};
+    for (int i = threadIdx.x; i < tile.count * C::kChunks; i += C::kThreads)
+        OutputRow<C>(p, tile, i / C::kChunks).write_out(p, i % C::kChunks * 8, zeros);
 }
 
 // The key warps' shares in shared memory.
