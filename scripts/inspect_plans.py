@@ -1,0 +1,11 @@
+"""Look at a plan store: python scripts/inspect_plans.py list|show KEY|verify|diff A B|clear [--json] [--store DIR]"""
+
+from __future__ import annotations
+
+import sys
+
+import cudnn_graphs.ops  # noqa: F401 - registers every signature type
+from cudnn_graphs.planning.inspect import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""The commands: plans, env, device-props, scripts/inspect_plans.py and the demo, as a person and a program meet them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cudnn_graphs import PagedBlockSparseSignature, PlanStore
+from cudnn_graphs.__main__ import main
+from cudnn_graphs.planning import inspect
+
+ROOT = Path(__file__).resolve().parents[1]
+SIGNATURE = PagedBlockSparseSignature(batch_size=2, seq_len_q=1, max_seq_len_kv=512, num_qo_heads=8, num_kv_heads=1, head_dim=64, q_block_size=1,
+                                      kv_block_size=64, page_size=16)
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A directory of two plans of the CPU, and the plans' descriptions, newest first."""
+    store = PlanStore(tmp_path / "plans")
+    plans = store.build([SIGNATURE, SIGNATURE.replace(batch_size=4)], "cpu")
+    return tmp_path / "plans", [plan.describe() for plan in reversed(plans)]
+
+
+@pytest.fixture(params=["module", "script"])
+def plans(request, capsys):
+    """Runs a plans command through either door: (status, stdout, stderr)."""
+    def call(*arguments):
+        arguments = [str(a) for a in arguments]
+        status = main(["plans", *arguments]) if request.param == "module" else inspect.main(arguments)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+    return call
+
+
+def test_list(store, plans):
+    root, described = store
+    status, out, _ = plans("list", "--store", root)
+    assert status == 0 and "2 plans" in out
+    assert all(d["key"][:8] in out for d in described)
+    assert max(map(len, out.splitlines()[:-1])) <= 80, "the table fits 80 columns"      # the last line is a path
+    assert re.search(r"key +plan +engine, device +size +build +age +hits", out)
+
+
+def test_list_json_has_everything(store, plans):
+    root, described = store
+    status, out, _ = plans("list", "--json", "--store", root)
+    rows = json.loads(out)
+    assert status == 0 and [r["key"] for r in rows] == [d["key"] for d in described]
+    for row, told in zip(rows, described):
+        assert {k: row[k] for k in told} == json.loads(json.dumps(told))
+        assert row["hits"] == 0 and row["last_used"] > 0
+
+
+def test_list_counts_loads_of_every_process(store, plans):
+    root, described = store
+    PlanStore(root).get(SIGNATURE, "cpu")
+    _, out, _ = plans("list", "--json", "--store", root)
+    assert {r["key"]: r["hits"] for r in json.loads(out)} == {described[0]["key"]: 0, described[1]["key"]: 1}
+
+
+@pytest.mark.parametrize("arguments, answer", [(["list"], []), (["verify"], []), (["clear"], [])])
+def test_no_directory_is_an_empty_store(arguments, answer, tmp_path, plans):
+    status, out, _ = plans(*arguments, "--json", "--store", tmp_path / "nowhere")
+    assert status == 0 and json.loads(out) == answer
+    status, out, _ = plans(*arguments, "--store", tmp_path / "nowhere")
+    assert status == 0 and "nowhere" in out
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_show_prints_all_of_describe(store, plans):
+    root, (described, _) = store
+    status, out, _ = plans("show", described["key"][:6], "--store", root)
+    assert status == 0
+    for name, value in described.items():
+        assert name == "label" or name in out
+        for inner in value if isinstance(value, dict) else ():
+            assert inner in out
+    assert "reference" in out and "needs a CUDA device" in out
+    status, out, _ = plans("show", described["key"], "--json", "--store", root)
+    assert status == 0 and json.loads(out)["signature"] == described["signature"]
+
+
+def test_diff(store, plans):
+    root, (four, two) = store
+    status, out, _ = plans("diff", four["key"], two["key"], "--json", "--store", root)
+    differing = json.loads(out)
+    assert status == 0 and differing["signature.batch_size"] == [4, 2] and differing["descriptor.batch_size"] == [4, 2]
+    assert "signature.head_dim" not in differing and "engine" not in differing
+    status, out, _ = plans("diff", four["key"], two["key"], "--store", root)
+    assert status == 0 and "signature.batch_size" in out
+    _, out, _ = plans("diff", four["key"], four["key"], "--store", root)
+    assert "equal" in out
+
+
+@pytest.mark.parametrize("arguments", [["show", "zz"], ["show", ""], ["diff", "zz", "zz"]])
+def test_a_key_that_names_no_single_entry(arguments, store, plans):
+    root, _ = store
+    status, out, err = plans(*arguments, "--store", root)
+    assert status == 2 and not out
+    assert re.match(r"key: got .*; need .*; see list", err)
+
+
+def test_verify_finds_a_flipped_bit(store, plans):
+    root, (described, _) = store
+    assert plans("verify", "--store", root)[0] == 0
+    payload = root / f"{described['key']}.plan"
+    payload.write_bytes(bytes([payload.read_bytes()[0] ^ 1]) + payload.read_bytes()[1:])
+    status, out, _ = plans("verify", "--store", root)
+    assert status == 1 and described["key"] in out and "1 entry sound, 1 damaged" in out
+    status, out, _ = plans("verify", "--json", "--store", root)
+    assert status == 1 and [d["key"] for d in json.loads(out)] == [described["key"]]
+
+
+def test_a_damaged_header_is_counted_and_not_shown(store, plans):
+    root, (described, _) = store
+    header = root / f"{described['key']}.plan.json"
+    header.write_text(header.read_text().replace('"reference"', '"referenze"'))
+    status, out, _ = plans("list", "--store", root)
+    assert status == 0 and "1 plan in" in out and "1 entry is damaged" in out
+    status, _, err = plans("show", described["key"], "--store", root)
+    assert status == 2 and "damaged" in err
+    assert plans("verify", "--store", root)[0] == 1
+
+
+def test_clear(store, plans):
+    root, described = store
+    status, out, _ = plans("clear", "--json", "--store", root)
+    assert status == 0 and sorted(json.loads(out)) == sorted(d["key"] for d in described)
+    assert json.loads(plans("list", "--json", "--store", root)[1]) == []
+
+
+def test_looking_loads_and_writes_nothing(store, plans):
+    root, (described, _) = store
+    before = {p: p.stat().st_mtime_ns for p in root.iterdir()}
+    for arguments in (["list"], ["show", described["key"]], ["verify"]):
+        plans(*arguments, "--store", root)
+    assert {p: p.stat().st_mtime_ns for p in root.iterdir()} == before
+
+
+def test_default_store_is_the_librarys(monkeypatch, store, plans):
+    root, described = store
+    monkeypatch.setenv("CUDNN_GRAPHS_CACHE_DIR", str(root.parent))
+    assert len(json.loads(plans("list", "--json")[1])) == len(described)
+
+
+def test_env(capsys):
+    assert main(["env", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["versions"]["torch"] == torch.__version__
+    cpu = next(d for d in report["devices"] if d["device"] == "cpu")
+    for engines in cpu["engines"].values():
+        assert engines["reference"] == {"usable": True, "reason": ""}
+        assert all(not said["usable"] and "needs" in said["reason"] for name, said in engines.items() if name != "reference")
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert "reference" in out and "needs a CUDA device" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_device_props_without_a_device(capsys):
+    assert main(["device-props"]) == 2
+    assert re.match(r"device-props: got .*; need .*", capsys.readouterr().err)
+
+
+@pytest.mark.gpu
+def test_device_props(capsys):
+    pytest.importorskip("cudnn")
+    assert main(["device-props"]) == 0
+    assert json.loads(capsys.readouterr().out)["deviceName"] == torch.cuda.get_device_name(0)
+
+
+def test_script_runs_outside_the_checkout(store, tmp_path):
+    root, described = store
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "inspect_plans.py", "list", "--json", "--store", root], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=120, check=True)
+    assert len(json.loads(done.stdout)) == len(described)
+
+
+def test_demo_builds_once(tmp_path):
+    """A second process finds every plan of the demo and builds nothing; each step's error is within the bar."""
+    first, second = demo(tmp_path), demo(tmp_path, "--plans-only")
+    assert "2 built, 0 loaded" in first and "0 built, 2 loaded" in second
+    same_keys = [float(e) for e in re.findall(r"^(?:prefill|decode) .* (\d\.\de-\d\d) ", first, re.MULTILINE)]
+    assert len(same_keys) == 10 and max(same_keys) < 3.5e-3
+
+
+def demo(store: Path, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "demo.py", "--store", store, *arguments], env={**os.environ, "COLUMNS": "80"},
+                          capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
