@@ -20,15 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_peers import PAGED_PEERS, Unavailable
-from bench_workloads import PAGED, PagedWorkload
+from bench_paged import PAGED
+from bench_qsa import QSA
+from bench_sage import SAGE
+from bench_workload import Unavailable, Workload
 from rich.console import Console
 from rich.table import Table
 
 from cudnn_graphs import PlanStore
 from cudnn_graphs.planning import ENGINES
 
-WORST_ROW = 1e-2        # relative L2 that disqualifies a contender, bf16
+WORKLOADS: dict[str, Workload] = {**PAGED, **SAGE, **QSA}
 
 
 def capture(run: Callable[[], Any]) -> Callable[[], None]:
@@ -77,56 +79,52 @@ def machine_limits() -> dict[str, float]:
     data = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
     half = data[:1 << 29]
     other = torch.empty_like(half)
-    runs = {"matmul": lambda: a @ b, "copy": lambda: torch.mul(half, 1, out=other), "read": lambda: data.sum()}
+    a8, b8 = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()
+    one = torch.ones((), device="cuda")
+    runs = {"matmul": lambda: a @ b, "fp8": lambda: torch._scaled_mm(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16),
+            "copy": lambda: torch.mul(half, 1, out=other), "read": lambda: data.sum()}
     ms = interleaved({name: capture(run) for name, run in runs.items()}, 0.3)
-    return {"matmul_tflops": 2 * 8192**3 / ms["matmul"] / 1e9, "copy_tb_s": 2 * half.nbytes / ms["copy"] / 1e9, "read_tb_s": data.nbytes / ms["read"] / 1e9}
+    return {"matmul_tflops": 2 * 8192**3 / ms["matmul"] / 1e9, "fp8_tflops": 2 * 8192**3 / ms["fp8"] / 1e9,
+            "copy_tb_s": 2 * half.nbytes / ms["copy"] / 1e9, "read_tb_s": data.nbytes / ms["read"] / 1e9}
 
 
-def bench_paged(w: PagedWorkload, engines: list[str], peers: bool, seconds: float) -> dict[str, Any]:
+def bench_workload(w: Workload, engines: list[str], peers: bool, seconds: float) -> dict[str, Any]:
     """All contenders of one workload: checked against float64, then timed in turns."""
     w.make()
     store, rows, runs = PlanStore(None), {}, {}
     for engine in engines:
-        rows[engine] = _contender(w, lambda e=engine: _ours(w, store, e), runs, engine)
-    for name, peer in (PAGED_PEERS if peers else {}).items():
-        rows[name] = _contender(w, lambda p=peer: p(w), runs, name) | {"peer": True}
+        rows[engine] = _contender(w, lambda e=engine: w.ours(store, e), runs, engine)
+    for name, peer in (w.peers() if peers else {}).items():
+        rows[name] = _contender(w, peer, runs, name) | {"peer": True}
     for name, ms in interleaved(runs, seconds).items():
-        rows[name] |= {"ms": ms, "tflops": w.flops() / ms / 1e9, "tb_s": w.kv_bytes() / ms / 1e9}
+        rows[name] |= {"ms": ms, "tflops": w.flops() / ms / 1e9, "tb_s": w.moved_bytes() / ms / 1e9}
     best = min((r["ms"] for r in rows.values() if r.get("peer") and "ms" in r), default=None)
     for row in rows.values():
         if "ms" in row and best is not None:
             row["ratio_to_best_peer"] = best / row["ms"]
+    extras = w.extras()
     w.t.clear()
     torch.cuda.empty_cache()
-    return {"workload": w.name, "bound": w.bound, "contenders": rows}
+    return {"workload": w.name, "bound": w.bound, "limit": w.limit, "contenders": rows, **extras}
 
 
-def _ours(w: PagedWorkload, store: PlanStore, engine: str) -> Callable[[], torch.Tensor]:
-    try:
-        plan = store.get(w.signature(), "cuda", engine)
-    except NotImplementedError as error:
-        raise Unavailable(str(error)[:160]) from error
-    args, keywords = w.arguments()
-    return lambda: plan.run(*args, **keywords)
-
-
-def _contender(w: PagedWorkload, make: Callable[[], Any], runs: dict[str, Callable[[], None]], name: str) -> dict[str, Any]:
+def _contender(w: Workload, make: Callable[[], Any], runs: dict[str, Callable[[], None]], name: str) -> dict[str, Any]:
     """Make, check and capture one contender. Whatever goes wrong is its row's note."""
     try:
         run = make()
         w.t["out"].fill_(float("nan"))
         out = run()
         torch.cuda.synchronize()
-        if name == "cuDNN graph alone":         # its output is in packed rows: it is checked through the cudnn engine
+        if getattr(run, "unchecked", False):
             overall = worst = None
         else:
             overall, worst = w.worst_error(run.like_q(out) if hasattr(run, "like_q") else out)
-            if not worst <= WORST_ROW:
+            if not worst <= w.worst_row:
                 return {"note": f"wrong: relative L2 {overall:.1e}, worst row {worst:.1e}"}
         runs[name] = capture(run)
         return {"relative_l2": overall, "worst_row": worst}
-    except Unavailable as reason:
-        return {"note": str(reason)}
+    except (Unavailable, NotImplementedError) as reason:
+        return {"note": str(reason)[:160]}
     except Exception as error:  # noqa: BLE001 - one contender must not end the benchmark
         torch.cuda.synchronize()
         return {"note": f"failed: {type(error).__name__}: {error}"[:200]}
@@ -134,7 +132,8 @@ def _contender(w: PagedWorkload, make: Callable[[], Any], runs: dict[str, Callab
 
 def host_costs() -> dict[str, Any]:
     """Microseconds of host time: run() and its parts, memory lookup; milliseconds of a disk load."""
-    w, rows = PAGED["P7"].make(), {}
+    w, rows = PAGED["P7"], {}
+    w.make()
     with tempfile.TemporaryDirectory() as directory:
         for engine in (e for e in ENGINES if e != "reference"):
             try:
@@ -145,7 +144,7 @@ def host_costs() -> dict[str, Any]:
     return rows
 
 
-def _host_costs_of(w: PagedWorkload, engine: str, directory: Path) -> dict[str, Any]:
+def _host_costs_of(w: Any, engine: str, directory: Path) -> dict[str, Any]:
     store, signature = PlanStore(directory), w.signature()
     plan = store.get(signature, "cuda", engine)
     args, keywords = w.arguments()
@@ -181,7 +180,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         table = Table(title=f"{bench['workload']} ({bench['bound']}-bound)", title_justify="left")
         for column in ("contender", "ms", "TFLOPS", "TB/s", "to best peer", "of limit", "worst row"):
             table.add_column(column, justify="left" if column == "contender" else "right")
-        limit = ("tflops", result["limits"]["matmul_tflops"]) if bench["bound"] == "compute" else ("tb_s", result["limits"]["read_tb_s"])
+        unit, limit = "tflops" if bench["bound"] == "compute" else "tb_s", result["limits"][bench["limit"]]
         for name, row in bench["contenders"].items():
             label = f"{name} (peer)" if row.get("peer") else name
             if "ms" not in row:
@@ -189,8 +188,10 @@ def show(result: dict[str, Any], console: Console) -> None:
                 continue
             ratio = f"{row['ratio_to_best_peer']:.2f}" if "ratio_to_best_peer" in row else "none"
             worst = "-" if row.get("worst_row") is None else f"{row['worst_row']:.1e}"
-            table.add_row(label, f"{row['ms']:.3f}", f"{row['tflops']:.0f}", f"{row['tb_s']:.2f}", ratio, f"{row[limit[0]] / limit[1]:.0%}", worst)
+            table.add_row(label, f"{row['ms']:.3f}", f"{row['tflops']:.0f}", f"{row['tb_s']:.2f}", ratio, f"{row[unit] / limit:.0%}", worst)
         console.print(table)
+        for name in sorted(set(bench) - {"workload", "bound", "limit", "contenders"}):
+            console.print(f"{name}: {bench[name]}")
     console.print("limits measured here: " + ", ".join(f"{k} {v:.2f}" for k, v in result["limits"].items()))
     for engine, row in result.get("host", {}).items():
         console.print(f"host, {engine}: " + ", ".join(f"{k} {v:.1f}" for k, v in row.items()))
@@ -214,7 +215,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", help=f"any of {', '.join(PAGED)}; all when none is named")
+    parser.add_argument("workloads", nargs="*", help=f"any of {', '.join(WORKLOADS)}; all when none is named")
     parser.add_argument("--engines", default=",".join(e for e in ENGINES if e != "reference"))
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--host", action="store_true", help="also measure host time")
@@ -224,13 +225,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         sys.exit("bench: got no CUDA device; need one; run it on a machine with a GPU")
-    unknown = set(options.workloads) - set(PAGED)
+    unknown = set(options.workloads) - set(WORKLOADS)
     if unknown:
-        sys.exit(f"bench: got {sorted(unknown)}; need any of {', '.join(PAGED)}")
-    names = options.workloads or ([] if options.host else list(PAGED))
+        sys.exit(f"bench: got {sorted(unknown)}; need any of {', '.join(WORKLOADS)}")
+    names = options.workloads or ([] if options.host else list(WORKLOADS))
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "limits": machine_limits(), "workloads": []}
     for name in names:
-        result["workloads"].append(bench_paged(PAGED[name], options.engines.split(","), not options.no_peers, options.seconds))
+        result["workloads"].append(bench_workload(WORKLOADS[name], options.engines.split(","), not options.no_peers, options.seconds))
         show({**result, "workloads": result["workloads"][-1:]}, Console(width=110))
     if options.host:
         result["host"] = host_costs()

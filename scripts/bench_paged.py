@@ -1,4 +1,4 @@
-"""The benchmark's paged workloads by name, their tensors, their arithmetic, and a float64 check of sampled rows."""
+"""The benchmark's paged workloads P1 to P7: their tensors, their arithmetic, a float64 check of sampled rows, and their peers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from bench_workload import Run, Workload, sampled_error
 
-from cudnn_graphs import PagedBlockSparseSignature
+from cudnn_graphs import PagedBlockSparseSignature, PlanStore
 
 
 @dataclass
-class PagedWorkload:
-    """One workload of `P1` to `P7` and their variants. `make` puts its tensors on the GPU."""
+class PagedWorkload(Workload):
+    """One of P1 to P7 or a variant."""
 
-    name: str
     batch: int
     seq_len_q: int
     num_qo_heads: int
@@ -26,9 +26,10 @@ class PagedWorkload:
     blocks_per_row: int
     mask_type: str = "dense"
     bits: bool = False
-    bound: str = "compute"          # what limits it: compute, or reading K and V
+    bound: str = "compute"
     head_dim: int = 128
     t: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    worst_row = 1e-2
 
     @property
     def rows(self) -> int:
@@ -43,7 +44,7 @@ class PagedWorkload:
             self.batch, self.seq_len_q, self.seq_len_kv, self.num_qo_heads, self.num_kv_heads, self.head_dim, self.q_block_size, self.kv_block_size,
             self.page_size, mask_type=self.mask_type, use_kv_valid_bits=self.bits, max_blocks_per_row=self.blocks_per_row)
 
-    def make(self, device: str = "cuda", seed: int = 0) -> PagedWorkload:
+    def make(self, device: str = "cuda", seed: int = 0) -> None:
         gen = torch.Generator(device).manual_seed(seed)
         pages = -(-self.seq_len_kv // self.page_size)
         num_pages = self.batch * pages
@@ -68,7 +69,15 @@ class PagedWorkload:
         if self.bits:
             words = torch.full((self.batch, -(-self.seq_len_kv // 32)), -1, dtype=torch.int32, device=device)
             t["valid_bits"] = words.view(torch.uint32)
-        return self
+
+    def ours(self, store: PlanStore, engine: str) -> Run:
+        plan = store.get(self.signature(), "cuda", engine)
+        args, keywords = self.arguments()
+        return lambda: plan.run(*args, **keywords)
+
+    def peers(self) -> dict[str, Any]:
+        from bench_peers import PAGED_PEERS
+        return {name: lambda p=peer: p(self) for name, peer in PAGED_PEERS.items()}
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         t = self.t
@@ -88,7 +97,7 @@ class PagedWorkload:
     def flops(self) -> int:
         return 4 * self.group * self.head_dim * self.pairs()
 
-    def kv_bytes(self) -> int:
+    def moved_bytes(self) -> int:
         """Bytes of K and V that the rows list."""
         return self.batch * self.num_kv_heads * self.rows * self.blocks_per_row * self.kv_block_size * self.head_dim * 2 * 2
 
@@ -99,18 +108,11 @@ class PagedWorkload:
         return [(f // (self.num_kv_heads * self.rows), f // self.rows % self.num_kv_heads, f % self.rows) for f in dict.fromkeys(flat)]
 
     def worst_error(self, out: torch.Tensor) -> tuple[float, float]:
-        """Relative L2 of `out` like q against float64, over all sampled rows and in the worst (query, head) row."""
-        error2, norm2 = [], []
+        pairs = []
         for b, h, r in self.sampled_rows():
             want, heads, queries = self._oracle_row(b, h, r)
-            got = out[b, queries, heads].double()
-            error2.append((got - want).square().sum(-1).flatten())
-            norm2.append(want.square().sum(-1).flatten())
-        error, norm = torch.cat(error2), torch.cat(norm2)
-        seen = norm > 0
-        if not bool((error[~seen] == 0).all()):
-            return float("inf"), float("inf")
-        return float((error.sum() / norm.sum()).sqrt()), float((error[seen] / norm[seen]).sqrt().max())
+            pairs.append((out[b, queries, heads], want))
+        return sampled_error(pairs)
 
     def _oracle_row(self, b: int, h: int, r: int) -> tuple[torch.Tensor, slice, slice]:
         t, device = self.t, self.t["q"].device
@@ -127,20 +129,16 @@ class PagedWorkload:
         return torch.einsum("qgn,nd->qgd", score.softmax(-1).nan_to_num(0.0), v), heads, queries
 
 
-def _paged(name: str, *sizes: int, **more: Any) -> PagedWorkload:
-    return PagedWorkload(name, *sizes, **more)
-
-
 #                             B    Sq     Hq  Hkv  qb  kvb  page  Skv   blocks
 PAGED = {w.name: w for w in (
-    _paged("P1", 4, 2048, 32, 8, 64, 64, 64, 32768, 32),
-    _paged("P1-causal", 4, 2048, 32, 8, 64, 64, 64, 32768, 32, mask_type="causal"),
-    _paged("P1-bits", 4, 2048, 32, 8, 64, 64, 64, 32768, 32, bits=True),
-    _paged("P1-page16", 4, 2048, 32, 8, 64, 16, 16, 32768, 128),
-    _paged("P2", 1, 32768, 24, 24, 64, 64, 64, 32768, 52),
-    _paged("P3", 1, 32768, 24, 24, 128, 128, 128, 32768, 26),
-    _paged("P4", 1, 75776, 40, 40, 64, 64, 64, 75776, 118),
-    _paged("P5", 32, 16, 32, 8, 16, 64, 64, 32768, 64, bound="memory"),
-    _paged("P6", 32, 1, 64, 8, 1, 64, 64, 32768, 64, bound="memory"),
-    _paged("P7", 8, 1, 64, 8, 1, 64, 64, 32768, 64, bound="memory"),
+    PagedWorkload("P1", 4, 2048, 32, 8, 64, 64, 64, 32768, 32),
+    PagedWorkload("P1-causal", 4, 2048, 32, 8, 64, 64, 64, 32768, 32, mask_type="causal"),
+    PagedWorkload("P1-bits", 4, 2048, 32, 8, 64, 64, 64, 32768, 32, bits=True),
+    PagedWorkload("P1-page16", 4, 2048, 32, 8, 64, 16, 16, 32768, 128),
+    PagedWorkload("P2", 1, 32768, 24, 24, 64, 64, 64, 32768, 52),
+    PagedWorkload("P3", 1, 32768, 24, 24, 128, 128, 128, 32768, 26),
+    PagedWorkload("P4", 1, 75776, 40, 40, 64, 64, 64, 75776, 118),
+    PagedWorkload("P5", 32, 16, 32, 8, 16, 64, 64, 32768, 64, bound="memory"),
+    PagedWorkload("P6", 32, 1, 64, 8, 1, 64, 64, 32768, 64, bound="memory"),
+    PagedWorkload("P7", 8, 1, 64, 8, 1, 64, 64, 32768, 64, bound="memory"),
 )}

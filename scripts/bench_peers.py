@@ -1,4 +1,4 @@
-"""What a user would run instead, called as its own documentation says, on a workload's tensors.
+"""What a user of the paged operation would run instead, called as its own documentation says, on a workload's tensors.
 
 Each peer returns a callable that runs once and returns its output laid out like q, or raises `Unavailable`
 with the reason. Whatever is not part of the peer's own run (planning, regrouping q) happens outside the callable.
@@ -10,21 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench_workloads import PagedWorkload
-
-Run = Callable[[], torch.Tensor]
-
-
-class Unavailable(Exception):
-    """The peer is not installed here, or does not serve this workload."""
-
-
-def _imported(module: str) -> Any:
-    import importlib
-    try:
-        return importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001 - a peer that cannot be imported is a row that says so
-        raise Unavailable(f"not installed: {type(error).__name__} {error}"[:160]) from error
+from bench_paged import PagedWorkload
+from bench_workload import Run, Unavailable, imported
 
 
 def _folded_pages(w: PagedWorkload) -> torch.Tensor:
@@ -71,12 +58,13 @@ def cudnn_graph_alone(w: PagedWorkload) -> Run:
     def run() -> torch.Tensor:
         executable._execute_graph(arguments, workspace.data_ptr(), torch.cuda.current_stream().cuda_stream)
         return arguments.out
+    run.unchecked = True            # type: ignore[attr-defined]  # its output is in packed rows: the cudnn engine checks it
     return run
 
 
 def flashinfer_paged(w: PagedWorkload) -> Run:
     """FlashInfer's paged wrappers, one request per (b, kv head, row); decode by its decode wrapper on tensor cores."""
-    flashinfer = _imported("flashinfer")
+    flashinfer = imported("flashinfer")
     pages, q = _folded_pages(w), _regrouped_q(w)
     rows, n = pages.shape
     indptr = torch.arange(0, rows * n + 1, n, dtype=torch.int32, device="cuda")
@@ -117,7 +105,7 @@ class _Regrouped:
 
 def flashinfer_cake(w: PagedWorkload) -> Run:
     """FlashInfer's generated Hopper kernel for MHA with 64 x 64 blocks; its plan takes seconds and is not timed."""
-    cake = _imported("flashinfer.cake_vsa_sm90")
+    cake = imported("flashinfer.cake_vsa_sm90")
     if w.group != 1 or w.q_block_size != 64 or w.kv_block_size != 64 or w.batch != 1 or w.blocks_per_row > 64 or w.mask_type != "dense":
         raise Unavailable("serves MHA, 64 x 64 blocks, up to 64 a row, one sequence")
     total = w.seq_len_kv // 64
@@ -141,7 +129,7 @@ def flashinfer_cake(w: PagedWorkload) -> Run:
 
 def cudnn_block_sparse(w: PagedWorkload) -> Run:
     """cuDNN Frontend's CuTe block-sparse attention: MHA, no paging, fixed counts."""
-    api = _imported("cudnn.block_sparse_attention.api")
+    api = imported("cudnn.block_sparse_attention.api")
     if w.group != 1 or w.q_block_size != w.kv_block_size or w.kv_block_size not in (64, 128) or w.mask_type != "dense" or w.bits:
         raise Unavailable("serves MHA with 64 x 64 or 128 x 128 blocks, dense")
     k, v = _dense_kv(w)
@@ -156,7 +144,7 @@ def cudnn_block_sparse(w: PagedWorkload) -> Run:
 
 def flash_attention_4(w: PagedWorkload) -> Run:
     """FlashAttention-4's CuTe kernels: folded rows over a page table, or block_sparse_tensors for MHA."""
-    interface = _imported("flash_attn.cute.interface")
+    interface = imported("flash_attn.cute.interface")
     if w.group == 1 and w.q_block_size == w.kv_block_size:
         return _flash_attention_4_blocks(w, interface)
     pages, q = _folded_pages(w), _regrouped_q(w)
@@ -171,7 +159,7 @@ def flash_attention_4(w: PagedWorkload) -> Run:
 
 
 def _flash_attention_4_blocks(w: PagedWorkload, interface: Any) -> Run:
-    sparsity = _imported("flash_attn.cute.block_sparsity")
+    sparsity = imported("flash_attn.cute.block_sparsity")
     if w.kv_block_size not in (64, 128):
         raise Unavailable("serves 64 x 64 and 128 x 128 blocks")
     k, v = (x.transpose(1, 2).contiguous() for x in _dense_kv(w))

@@ -58,7 +58,7 @@ def run_sanitizer() -> dict[str, Any]:
 
 def run_bench() -> dict[str, Any]:
     import bench
-    return bench.main(["--host", *bench.PAGED])
+    return bench.main(["--host", *bench.WORKLOADS])
 
 
 SECTIONS = {"tests": run_tests, "sanitizer": run_sanitizer, "bench": run_bench}

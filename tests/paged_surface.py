@@ -40,7 +40,7 @@ def table() -> Iterator[dict[str, Any]]:
         for mask in MASKS[:2]:
             yield {"seq_len_q": seq_len_q, "q_block_size": 64, **heads(2), **mask}
     for head_dim in HEAD_DIMS:              # short rows over long lists: the split path
-        for mask in MASKS[:3]:
+        for mask in (MASKS[0], MASKS[2]):
             yield {"head_dim": head_dim, "seq_len_q": 1, "q_block_size": 1, "kv_block_size": 64, "page_size": 16, "max_seq_len_kv": 4100, **heads(8), **mask}
         yield {"head_dim": head_dim, "seq_len_q": 4, "q_block_size": 4, "kv_block_size": 64, "page_size": 64, "max_seq_len_kv": 4100, **heads(2), **MASKS[1]}
     yield {"lens": [0, 77, 0], "batch": 3}                              # padded batch slots
@@ -59,13 +59,13 @@ def table() -> Iterator[dict[str, Any]]:
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """One random call of the surface."""
+    """One random call. Few number types, head sizes and masks, whose kernels take seconds to compile; everything that a run decides is free."""
     rng = random.Random(seed)
     q_block_size, group = rng.choice(PACKED)
-    kv_block_size = rng.choice(BLOCKS)
+    head_dim, dtype = rng.choice(((64, torch.float16), (128, torch.bfloat16)))
     seq_len_q = rng.choice((1, rng.randint(1, 40), q_block_size, q_block_size + rng.randint(1, q_block_size)))
-    return {"batch": rng.randint(1, 3), "seq_len_q": seq_len_q, "head_dim": rng.choice((64, 128, 128, 256)), "q_block_size": q_block_size,
-            "kv_block_size": kv_block_size, "page_size": rng.choice(PAGES), "max_seq_len_kv": max(seq_len_q, rng.randint(1, 900)),
-            "dtype": rng.choice(DTYPES), "kv_layout": rng.choice(("tuple", "combined")), "page_table": rng.choice(("indptr", "block_tables")),
-            "shared_pattern": rng.random() < 0.3, "padded_pages": rng.randint(0, 1), "strided_q": rng.random() < 0.3,
-            "sm_scale": rng.choice((None, 0.2)), "seed": seed, **heads(group, rng.randint(1, 3)), **rng.choice(MASKS)}
+    return {"batch": rng.randint(1, 3), "seq_len_q": seq_len_q, "head_dim": head_dim, "dtype": dtype, "q_block_size": q_block_size,
+            "kv_block_size": rng.choice((16, 64, 192)), "page_size": rng.choice((16, 64, 128, 256)), "max_seq_len_kv": max(seq_len_q, rng.randint(1, 900)),
+            "kv_layout": rng.choice(("tuple", "combined")), "page_table": rng.choice(("indptr", "block_tables")), "shared_pattern": rng.random() < 0.3,
+            "padded_pages": rng.randint(0, 1), "strided_q": rng.random() < 0.3, "sm_scale": rng.choice((None, 0.2)), "seed": seed,
+            **heads(group, rng.randint(1, 3)), **rng.choice((MASKS[0], MASKS[3]))}

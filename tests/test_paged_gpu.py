@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import multiprocessing
-import os
 import threading
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bad_rows import WIDTH, assert_only_bad_rows_changed, break_row, clean_case, kinds_of
+from compile_worker import fill_cache
 from oracle_paged import assert_close, paged_attention
 from paged_cases import PagedCase, by_query
 from paged_surface import drawn, table
@@ -22,7 +19,6 @@ from cudnn_graphs import BlockSparsePagedTSWrapper, Plan, PlanStore
 from cudnn_graphs.errors import CaptureError
 from cudnn_graphs.planning import verdict
 from cudnn_graphs.planning.engines import engine_named
-from cudnn_graphs.runtime.cubins import CubinCache
 from cudnn_graphs.runtime.devices import device_facts
 from cudnn_graphs.runtime.nvrtc import KernelSource
 
@@ -67,19 +63,12 @@ def kernel_sources(engine: str, case: PagedCase) -> list[KernelSource]:
     return list(engine_named(engine).design(descriptor, facts).kernels.values())  # type: ignore[attr-defined]
 
 
-def _compile(directory: Path, source: KernelSource, arch: str) -> None:
-    CubinCache(directory).get(source, arch)
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> PlanStore:
     """A store on disk whose cubins several processes have compiled: one process would take a minute."""
     root = tmp_path_factory.mktemp("store") / "plans"
     sources = {s.text: s for case, _, _ in surface() for engine in ENGINES for s in kernel_sources(engine, case)}
-    arch = device_facts("cuda").arch
-    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
-        for job in [pool.submit(_compile, root.parent / "kernels", source, arch) for source in sources.values()]:
-            job.result(timeout=120)
+    fill_cache(root.parent / "kernels", sources.values(), device_facts("cuda").arch)
     return PlanStore(root)
 
 

@@ -47,6 +47,11 @@ DEVICE void merge_splits(const MergeParams& p) {
     const int lane = threadIdx.x % 32;
     if (item >= p.items) return;
 
+    // Before the loop: 64-bit divisions after it spill the accumulators around them on sm_100 and sm_120.
+    const int head = item % p.num_qo_heads;
+    const i64 token = item / p.num_qo_heads;
+    const i64 b = token / p.seq_len_q, t = token % p.seq_len_q;
+
     float top = NEG_INF;
     for (int s = lane; s < p.num_splits; s += 32) top = fmaxf(top, p.partial_lse[s * p.items + item]);
     top = warp_max(top);
@@ -72,9 +77,6 @@ DEVICE void merge_splits(const MergeParams& p) {
     }
     const float inverse = sum == 0.f ? 0.f : 1.f / sum;
 
-    const int head = item % p.num_qo_heads;
-    const i64 token = item / p.num_qo_heads;
-    const i64 b = token / p.seq_len_q, t = token % p.seq_len_q;
     u32 packed[kPerLane / 2];
 #pragma unroll
     for (int i = 0; i < kPerLane; i += 2) packed[i / 2] = pack2<T>(acc[i] * inverse, acc[i + 1] * inverse);

@@ -2,7 +2,7 @@
 // device values: the host trusts them, so nothing here may be read before it is checked.
 //
 // A row is (request b, KV head h, row r): q_block_size query tokens x group heads that share one list
-// of KV blocks. The host packs this struct with `PagedParams.pack` in engines/paged_launch.py: same
+// of KV blocks. The host packs this struct with `pack_params` in engines/paged_launch.py: same
 // fields, same order, naturally aligned.
 #pragma once
 #include "common/types.cuh"
