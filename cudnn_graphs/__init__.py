@@ -11,7 +11,10 @@ from typing import Any
 
 logging.getLogger("cudnn_graphs").addHandler(logging.NullHandler())
 
-_OPS = ("BlockSparsePagedTSWrapper", "PagedBlockSparseSignature", "block_sparse_attention_with_paged_kv_cache")
+_OPS = ("BlockSparsePagedTSWrapper", "PagedBlockSparseSignature", "block_sparse_attention_with_paged_kv_cache",
+        "merge_attention_states", "SageBlockSparseSignature", "SageTensors", "bsa_attn_sm120_blk64_sage_fwd", "convert_sage_v_layout",
+        "quantize_sage_qkv", "sage_block_sparse_attention", "select_blocks", "QsaMetadata", "QuerySparseSignature",
+        "build_qsa_metadata", "qsa_forward", "qsa_indexed_forward", "select_qsa_blocks")
 _PLANNING = ("Plan", "PlanMissError", "PlanStore", "default_store")
 
 __all__ = sorted((*_OPS, *_PLANNING, "ops", "planning"))

@@ -55,7 +55,34 @@ class SageArguments:
     count: int
     block_sizes: torch.Tensor | None    # [N], [B, N] or [B, H, N] int32
     softmax_scale: float
+    contiguous: bool                    # only the last listed id is read, the others count down to it
+    v_layout: str
 
     @property
     def result(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         return self.out if self.lse is None else (self.out, self.lse)
+
+
+@dataclass(slots=True)
+class QuerySparseArguments:
+    """One packed query-sparse launch. Shapes as in `cudnn_graphs.ops.query_sparse`; everything contiguous."""
+
+    q: torch.Tensor                     # [T, Hq, 256] bf16
+    k: torch.Tensor                     # [T, Hkv, 256] bf16
+    v: torch.Tensor
+    out: torch.Tensor                   # like q
+    out_fp32: torch.Tensor              # [T, Hq, 256] fp32
+    lse: torch.Tensor                   # [Hq, T] fp32
+    scale: float
+    sel_blocks: torch.Tensor | None = None      # [T, NB] uint8, with the six below; None: indices lists tokens
+    lo: torch.Tensor | None = None              # [T] int32
+    hi: torch.Tensor | None = None
+    blk_base: torch.Tensor | None = None
+    tok_base: torch.Tensor | None = None
+    block_first: torch.Tensor | None = None     # [NB] int32
+    block_last: torch.Tensor | None = None
+    indices: torch.Tensor | None = None         # [T, W] int32
+
+    @property
+    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.out, self.out_fp32, self.lse

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from ..errors import problem
 
 INT32_MAX = 2**31 - 1
+SCALES = (1e-37, 1e37)        # what stays finite and normal in fp32, with log2(e) multiplied in
 
 
 def integer(name: str, value: Any, *, least: int = 1, fix: str = "pass a positive int") -> int:
@@ -40,13 +40,13 @@ def one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
 
 
 def positive_scale(name: str, value: Any, default: float) -> float:
-    """A finite number > 0; None takes the default. TypeError for what is no number."""
+    """A finite number > 0, in fp32 as the kernels take it; None takes the default. TypeError for what is no number."""
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(problem(name, f"{type(value).__name__} {value!r}", "a number", f"pass a float, or None for {default:g}"))
-    if not math.isfinite(value) or value <= 0:
-        raise ValueError(problem(name, value, "a finite number > 0", f"pass a float, or None for {default:g}"))
+    if not SCALES[0] <= value <= SCALES[1]:
+        raise ValueError(problem(name, value, f"a finite number > 0, from {SCALES[0]:g} to {SCALES[1]:g}", f"pass a float, or None for {default:g}"))
     return float(value)
 
 
@@ -141,10 +141,22 @@ class _Layout:
                                     "strides": tuple(s * size for s in value.stride())}
 
 
+def _meets_itself(value: torch.Tensor) -> bool:
+    """Whether two elements share an address. Strides that each step over all that is inside them cannot; others are counted."""
+    dims = sorted((s, n) for s, n in zip(value.stride(), value.shape) if n > 1)
+    if all(s > sum((n - 1) * t for t, n in dims[:i]) for i, (s, _) in enumerate(dims)):
+        return False
+    offsets = np.zeros(1, dtype=np.int64)
+    for s, n in dims:
+        offsets = np.unique(np.add.outer(offsets, s * np.arange(n)))
+    return offsets.size < value.numel()
+
+
 def no_overlap(name: str, written: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
     """ValueError where `written` shares a byte with another tensor or with itself. Exact for strided views."""
-    if any(s == 0 and n > 1 for s, n in zip(written.stride(), written.shape)):
-        raise ValueError(problem(name, f"an expanded tensor, strides {list(written.stride())}", "one address per element", "allocate it with torch.empty"))
+    if not written.is_contiguous() and _meets_itself(written):
+        raise ValueError(problem(name, f"an expanded or overlapping tensor, strides {list(written.stride())}", "one address per element",
+                                 "allocate it with torch.empty"))
     start, end = _extent(written)
     for other_name, other in others.items():
         if other is None:

@@ -9,7 +9,7 @@ import torch
 from ..engines.paged_inspection import Inspection, inspect_paged
 from ..errors import CaptureError, CudnnGraphsError, problem
 from ..planning import Plan, PlanStore, default_store
-from ..runtime.devices import DeviceFacts, device_facts
+from ..runtime.devices import device_facts
 from ..runtime.streams import is_capturing
 from . import checks
 from .paged_signature import DTYPES, PagedBlockSparseSignature, PagedKVCache
@@ -154,7 +154,8 @@ def _raise_fault(found: Inspection, signature: PagedBlockSparseSignature, num_pa
     at = f"request {request}, head {row // (ends - 1)}, row {row % (ends - 1)}"
     name, got, need, fix = {
         "page_id": ("paged_kv_indices", f"page {found.value} in request {found.where}", f"ids in [0, {num_pages})", "fill the live prefix of every page list"),
-        "length": ("seq_lens_kv", f"{found.value} for request {found.where}", f"lengths in [{least}, {signature.max_seq_len_kv}]", "correct it or raise max_seq_len_kv"),
+        "length": ("seq_lens_kv", f"{found.value} for request {found.where}", f"lengths in [{least}, {signature.max_seq_len_kv}]",
+                   "correct it or raise max_seq_len_kv"),
         "page_table": ("paged_kv_indptr", f"{found.value} for request {found.where}", "offsets from 0, never falling, that span every live token",
                        "give each request ceil(length / page_size) pages"),
         "block_indptr": ("block_indptr", f"{found.value} as the end of {at}", "0 <= begin <= end <= block_indices.numel()", "rebuild the offsets"),

@@ -74,7 +74,8 @@ class PagedBlockSparseSignature(Signature):
 
     def _check_surface(self) -> None:
         if self.num_qo_heads % self.num_kv_heads:
-            raise ValueError(problem("num_qo_heads", self.num_qo_heads, f"a multiple of num_kv_heads ({self.num_kv_heads})", "give every KV head the same group"))
+            raise ValueError(problem("num_qo_heads", self.num_qo_heads, f"a multiple of num_kv_heads ({self.num_kv_heads})",
+                                     "give every KV head the same group"))
         if self.head_dim not in HEAD_DIMS:
             raise ValueError(problem("head_dim", self.head_dim, f"one of {HEAD_DIMS}", "pad the heads to one of them"))
         if self.page_size not in PAGE_SIZES:
@@ -142,7 +143,7 @@ class PagedBlockSparseSignature(Signature):
         structure = None
         if validate:
             given = (q, paged_kv_cache, paged_kv_indptr, paged_kv_indices, seq_lens_kv, block_indptr, block_indices, block_tables, kv_valid_bits)
-            caches = paged_kv_cache if isinstance(paged_kv_cache, tuple) else (paged_kv_cache,)
+            caches = paged_kv_cache if isinstance(paged_kv_cache, tuple) and len(paged_kv_cache) == 2 else (paged_kv_cache,)
             structure = checks.structure(device.torch_device, (q, *caches, paged_kv_indptr, seq_lens_kv, block_indptr, block_tables, kv_valid_bits, out, lse),
                                          (paged_kv_indices, block_indices))
             if structure is None or structure not in self._passed:
@@ -153,8 +154,9 @@ class PagedBlockSparseSignature(Signature):
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if lse is None and self.return_lse:
             lse = torch.empty((q.shape[0], self.num_qo_heads, self.seq_len_q), dtype=torch.float32, device=q.device)
-        arguments = PagedArguments(q, k, v, out, lse, paged_kv_indptr, paged_kv_indices if block_tables is None else block_tables, block_indptr,
-                                   block_indices, seq_lens_kv, kv_valid_bits, scale, self.max_seq_len_kv, self.max_blocks_per_row,  # type: ignore[arg-type]
+        arguments = PagedArguments(q, k, v, out, lse, paged_kv_indptr, paged_kv_indices if block_tables is None else block_tables,  # type: ignore[arg-type]
+                                   block_indptr, block_indices, seq_lens_kv, kv_valid_bits, scale, self.max_seq_len_kv,
+                                   self.max_blocks_per_row,  # type: ignore[arg-type]
                                    self.q_block_size, self.kv_block_size, self.mask_type == "causal")
         if validate:
             if given_out is not None or given_lse is not None:
@@ -237,7 +239,8 @@ class PagedBlockSparseSignature(Signature):
         if not known and out is not None:
             checks.tensor("out", out)
             if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
-                raise ValueError(problem("out", f"{list(out.shape)} {out.dtype} on {out.device}", f"{list(q.shape)} {q.dtype} on {q.device}", "allocate it like q"))
+                raise ValueError(problem("out", f"{list(out.shape)} {out.dtype} on {out.device}", f"{list(q.shape)} {q.dtype} on {q.device}",
+                                         "allocate it like q"))
             checks.row_aligned("out", out)
         if not known and lse is not None:
             self._check_lse(q, lse)

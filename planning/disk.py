@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import logging
 import os
 import threading
@@ -20,6 +23,17 @@ log = logging.getLogger("cudnn_graphs")
 
 SUFFIX = ".plan"
 FORMAT = 1
+
+
+LISTED = {"key": str, "label": str, "engine": str, "device": dict, "signature": dict, "created": float, "build_seconds": float, "payload_bytes": int}
+DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)      # all that reading a foreign file can raise
+
+
+def entry_key(signature: Signature, engine: str, device: DeviceFacts) -> str:
+    """The name of one entry: signature, engine and device identity. Versions are compared, not named, so an
+    upgrade replaces an entry instead of leaving the old one behind."""
+    text = json.dumps([signature.key, engine, device.identity()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +70,7 @@ class PlanDirectory:
         return self.root / f"{key}{SUFFIX}"
 
     def holds(self, key: str) -> bool:
-        return header_path(self.path(key)).exists()
+        return os.path.exists(header_path(self.path(key)))      # False, where Path.exists raises, for a directory out of reach
 
     def keys(self) -> list[str]:
         try:
@@ -74,7 +88,7 @@ class PlanDirectory:
                 raise ValueError("it was compiled from other kernel sources")
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except DAMAGE as error:
             self._warn(key, error)
             return None
         self._count_use(key)
@@ -88,7 +102,7 @@ class PlanDirectory:
         if header["environment"] != engine_environment(engine):
             raise ValueError(f"it was built with {header['environment']}, this is {engine_environment(engine)}")
         signature = Signature.from_json(header["signature"])
-        if signature.key != header["signature_key"]:
+        if signature.key != header["signature_key"] or entry_key(signature, engine, device) != key:
             raise ValueError("its signature does not match its key")
         return signature
 
@@ -106,10 +120,12 @@ class PlanDirectory:
         for key in self.keys():
             try:
                 header = self._header(key)
+                if header["format"] != FORMAT or header["key"] != key or any(not isinstance(header[n], kind) for n, kind in LISTED.items()):
+                    raise ValueError("it is another entry under this name, or of another format")
                 found.append(DiskEntry(key, header, _signature_or_none(header["signature"]), header["payload_bytes"], *self._use(key)))
             except FileNotFoundError:
                 continue
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except DAMAGE as error:
                 self._warn(key, error)
         return found
 
@@ -121,7 +137,7 @@ class PlanDirectory:
                 _, header = read_record(self.path(key))
                 if header["key"] != key:
                     raise ValueError("it is another entry under this name")
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except DAMAGE as error:
                 damaged.append((key, str(error)))
         return damaged
 
@@ -139,6 +155,7 @@ class PlanDirectory:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 log.warning("cannot delete %s: %s", path, error)
+        self._headers.pop(key, None)
 
     def _header(self, key: str) -> dict[str, Any]:
         stamp = header_path(self.path(key)).stat().st_mtime_ns
@@ -180,13 +197,13 @@ class PlanDirectory:
             return removed
 
     def _sweep(self) -> None:
-        """Delete temporary files that a killed process left an hour ago or more."""
-        for path in self.root.glob(".tmp-*"):
-            try:
-                if time.time() - path.stat().st_mtime > 3600:
-                    os.unlink(path)
-            except OSError:
-                continue
+        """Delete what a killed process left an hour ago or more: temporary files, payloads and counts without a header."""
+        with contextlib.suppress(OSError):      # the directory itself may go at any time
+            headers = set(self.keys())
+            for path in (*self.root.glob(".tmp-*"), *self.root.glob(f"*{SUFFIX}"), *self.root.glob("*.uses")):
+                with contextlib.suppress(OSError):
+                    if path.stem not in headers and time.time() - path.stat().st_mtime > 3600:
+                        path.unlink()
 
     def _warn(self, key: str, error: Exception) -> None:
         if key not in self._warned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,14 @@ from .signature import Signature
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Workspace:
+    """One stream's buffer. Threads that share the stream share it, so `turn` keeps the launches of one run together."""
+
+    buffer: torch.Tensor
+    turn: threading.Lock
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BuiltPlan:
     """What an engine built for one signature. Shared by every plan that runs on it."""
 
@@ -27,19 +36,21 @@ class BuiltPlan:
     executable: Executable
     header: Mapping[str, Any]           # everything describe() says, as kept on disk
     payload_bytes: int
-    workspaces: dict[int, torch.Tensor]  # raw stream -> buffer
+    workspaces: dict[int, Workspace]    # by raw stream
     lock: threading.Lock
 
-    def workspace(self, stream: int) -> torch.Tensor:
+    def workspace(self, stream: int) -> Workspace:
         """This stream's own buffer; under capture a fresh one, which then belongs to the graph's memory pool."""
-        size = self.executable.workspace_bytes
         if is_capturing(self.device):
-            return torch.empty(size, dtype=torch.uint8, device=self.device.torch_device)
-        buffer = self.workspaces.get(stream)
-        if buffer is None:
+            return self._new_workspace()
+        workspace = self.workspaces.get(stream)
+        if workspace is None:
             with self.lock:
-                buffer = self.workspaces.setdefault(stream, torch.empty(size, dtype=torch.uint8, device=self.device.torch_device))
-        return buffer
+                workspace = self.workspaces.get(stream) or self.workspaces.setdefault(stream, self._new_workspace())
+        return workspace
+
+    def _new_workspace(self) -> Workspace:
+        return Workspace(torch.empty(self.executable.workspace_bytes, dtype=torch.uint8, device=self.device.torch_device), threading.Lock())
 
 
 class Plan:
@@ -96,11 +107,14 @@ class Plan:
             return
         with on_device(built.device):
             stream = current_raw_stream(built.device)
-            pointer = 0
-            if self.workspace_bytes:
-                workspace = built.workspace(stream) if workspace is None else self._checked(workspace)
-                pointer = workspace.data_ptr()
-            built.executable.launch(arguments, pointer, stream)
+            if not self.workspace_bytes:
+                built.executable.launch(arguments, 0, stream)
+            elif workspace is not None:
+                built.executable.launch(arguments, self._checked(workspace).data_ptr(), stream)
+            else:
+                own = built.workspace(stream)
+                with own.turn:
+                    built.executable.launch(arguments, own.buffer.data_ptr(), stream)
 
     def _checked(self, workspace: torch.Tensor) -> torch.Tensor:
         if not isinstance(workspace, torch.Tensor):
@@ -116,7 +130,7 @@ class Plan:
     def describe(self) -> dict[str, Any]:
         """Signature, engine and why the others declined, kernels with registers, spills and shared memory, tile
         configuration, workspace bytes, build and load seconds, device and versions, as plain data."""
-        header = dict(self._built.header)
+        header = copy.deepcopy(dict(self._built.header))
         if self.built_for != self.signature:
             header["serves"] = self.signature.to_json()
         return header

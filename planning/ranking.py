@@ -12,15 +12,30 @@ from .support import ENGINES, Verdict, verdict
 
 UNMEASURED = ("sm90", "portable", "cudnn")
 
-MEASURED: dict[tuple[str, tuple[int, int]], tuple[str, ...]] = {
+HOPPER = (9, 0)
+READ_BOUND, REUSE = "read-bound", "reuse"
+
+MEASURED: dict[tuple[str, tuple[int, int], str], tuple[str, ...]] = {
+    # H200: reading K and V once, the small-tile kernel of `portable` keeps more loads in flight (P5 to P7); wherever rows share
+    # K and V, the tensor cores decide (P1 to P4).
+    ("csr/paged", HOPPER, READ_BOUND): ("portable", "sm90", "cudnn"),
+    ("csr/paged", HOPPER, REUSE): ("sm90", "cudnn", "portable"),
+    # Not measured here: cuDNN Frontend has kernels of its own for exactly these parts.
+    **{(kind, capability, REUSE): ("cudnn", "portable") for kind in ("bitmap/packed", "token_ids/packed") for capability in ((10, 0), (10, 3), (10, 7))},
 }
+
+
+def workload_class(descriptor: SparseBlockDescriptor) -> str:
+    """Read-bound: one short row for each (request, KV head), so that every listed byte is read once for few query rows."""
+    short = descriptor.row == "q_block" and descriptor.memory == "paged" and descriptor.rows_per_head == 1 and descriptor.packed_rows <= 64
+    return READ_BOUND if short else REUSE
 
 
 def order(descriptor: SparseBlockDescriptor, device: DeviceFacts) -> tuple[str, ...]:
     """Engines to try, best first. `reference` only ever on the CPU."""
     if device.kind == "cpu":
         return ("reference",)
-    return MEASURED.get((descriptor.kind, device.capability), UNMEASURED)
+    return MEASURED.get((descriptor.kind, device.capability, workload_class(descriptor)), UNMEASURED)
 
 
 def choose(descriptor: SparseBlockDescriptor, device: DeviceFacts, engine: str | None = None) -> tuple[str, dict[str, str]]:

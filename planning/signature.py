@@ -58,7 +58,7 @@ class Signature:
             raise ValueError(f"type: got {name!r}; need one of {sorted(_types)}; import the operation that defines it")
         try:
             return _types[name](**data)
-        except TypeError as error:
+        except (TypeError, OverflowError) as error:
             raise ValueError(f"{name}: got {sorted(data)}; need its own fields; {error}") from error
 
     @cached_property

@@ -8,8 +8,7 @@ directory are misses, never errors and never a wrong plan.
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
+import copy
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ from ..runtime.devices import DeviceFacts, device_facts
 from ..runtime.environment import engine_environment, versions
 from ..runtime.files import untrusted, unwritable
 from ..runtime.streams import is_capturing
-from .disk import DiskEntry, PlanDirectory
+from .disk import DiskEntry, PlanDirectory, entry_key
 from .engines import engine_named
 from .plan import BuiltPlan, Plan, frozen_header
 from .ranking import choose
@@ -55,14 +54,15 @@ class StoreStats:
         return asdict(self)
 
 
-def entry_key(signature: Signature, engine: str, device: DeviceFacts) -> str:
-    """The name of one entry: signature, engine and device identity. Versions are compared, not named, so an
-    upgrade replaces an entry instead of leaving the old one behind."""
-    text = json.dumps([signature.key, engine, device.identity()], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:40]
-
-
 Slot = tuple[str, int | None]       # entry key and device index: two GPUs of one model share an entry, never what was loaded from it
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One key that is being looked for or built, and how many threads hold or await its turn."""
+
+    turn: threading.Lock
+    threads: int = 0
 
 
 class PlanStore:
@@ -75,22 +75,21 @@ class PlanStore:
 
     def __init__(self, root: str | os.PathLike[str] | None = None, *, max_entries: int = 4096, max_bytes: int = 4 << 30, trust: bool = False) -> None:
         self.root = None if root is None else Path(root).expanduser()
-        if self.root is not None and not trust and (why := untrusted(self.root) or untrusted(_kernel_directory(self.root))):
-            log.warning("plan store %s is not used, plans stay in memory: a plan is code, and %s; or open it with trust=True", self.root, why)
-            self.root = None
         self.max_entries, self.max_bytes = max_entries, max_bytes
         self._disk = None if self.root is None else PlanDirectory(self.root, max_entries, max_bytes)
         self.cubins = CubinCache(None if self.root is None else _kernel_directory(self.root))
+        self._trust = trust
         self._lock = threading.RLock()
         self._built: OrderedDict[Slot, BuiltPlan] = OrderedDict()    # least recently used first
         self._pinned: set[str] = set()
         self._views: dict[tuple[Signature, DeviceFacts, str | None], tuple[Plan, Slot]] = {}
         self._refused: dict[tuple[str, DeviceFacts, str | None], str] = {}
-        self._flights: dict[str, threading.Lock] = {}
+        self._flights: dict[str, _Flight] = {}
         self._uses: dict[str, int] = {}
         self._stats = StoreStats()
         self._frozen = False
         self._probed = False
+        self._check_trust()
 
     # -- lookup ---------------------------------------------------------------------------------------
 
@@ -122,8 +121,12 @@ class PlanStore:
             plan = self._find(signature, facts, engine, exact=True)
             plans.append(plan)
             if pin:
-                self._pinned.add(entry_key(plan.built_for, plan.engine, facts))
+                self._pin(entry_key(plan.built_for, plan.engine, facts))
         return plans
+
+    def _pin(self, key: str) -> None:
+        with self._lock:
+            self._pinned.add(key)
 
     def _find(self, signature: Signature, device: DeviceFacts, engine: str | None, *, exact: bool) -> Plan:
         picked, declined = self._choose(signature, device, engine)
@@ -136,27 +139,40 @@ class PlanStore:
                 built = self._build(key, signature, picked, declined, device)
         plan = Plan(built.signature if built.signature == signature else signature, built)
         with self._lock:
+            while len(self._views) >= 4 * self.max_entries:
+                del self._views[next(iter(self._views))]
             self._views[(signature, device, engine)] = (plan, (entry_key(built.signature, picked, device), device.index))
         return plan
 
     def _choose(self, signature: Signature, device: DeviceFacts, engine: str | None) -> tuple[str, dict[str, str]]:
         slot = (signature.key, device, engine)
         if slot in self._refused:
-            self._stats.negative_hits += 1
+            with self._lock:
+                self._stats.negative_hits += 1
             raise NotImplementedError(self._refused[slot])
         try:
             return choose(signature.lower(), device, engine)
         except NotImplementedError as error:
-            self._refused[slot] = str(error)
+            with self._lock:
+                if len(self._refused) >= self.max_entries:
+                    self._refused = {}
+                self._refused[slot] = str(error)
             raise
 
     @contextlib.contextmanager
     def _flight(self, key: str) -> Iterator[None]:
         """One thread at a time looks for or builds `key`; the others find what it made."""
         with self._lock:
-            flight = self._flights.setdefault(key, threading.Lock())
-        with flight:
-            yield
+            flight = self._flights.setdefault(key, _Flight(threading.Lock()))
+            flight.threads += 1
+        try:
+            with flight.turn:
+                yield
+        finally:
+            with self._lock:
+                flight.threads -= 1
+                if not flight.threads:
+                    del self._flights[key]
 
     def _in_memory(self, slot: Slot) -> BuiltPlan | None:
         with self._lock:
@@ -177,8 +193,11 @@ class PlanStore:
                     known.setdefault(entry.key, entry.signature)
         fitting = sorted((s.size(), k) for k, s in known.items() if k != exact and s.fits(signature))
         for _, key in fitting:
-            built = self._built.get((key, device.index)) or self._load(key, engine, device)
-            if built is not None:
+            built = self._built.get((key, device.index))
+            if built is None:
+                with self._flight(key):     # whoever waits here waits for a larger plan, so no two wait for each other
+                    built = self._built.get((key, device.index)) or self._load(key, engine, device)
+            if built is not None and built.signature.fits(signature):
                 with self._lock:
                     self._stats.fits += 1
                     self._uses[key] = self._uses.get(key, 0) + 1
@@ -189,7 +208,7 @@ class PlanStore:
 
     def _load(self, key: str, engine: str, device: DeviceFacts) -> BuiltPlan | None:
         """The entry `key` from disk, or None where there is none that this environment may use."""
-        if self._disk is None or not self._disk.holds(key):
+        if self._disk is None or not self._disk.holds(key) or not self._check_trust():
             return None
         _refuse_capture(device, f"loading plan {key[:12]}")
         start = time.perf_counter()
@@ -253,18 +272,35 @@ class PlanStore:
         compiled, header = self._compile(signature, picked, declined, device)
         header["build_seconds"] = time.perf_counter() - start
         self._write(header["key"], header, compiled)
-        self._stats.builds += 1
+        with self._lock:
+            self._stats.builds += 1
         return header
+
+    def _check_trust(self) -> bool:
+        """Whether the directory is ours alone; from the first time it is not, plans stay in memory. Asked before every load too,
+        since the directory may have been made after the store was opened, by anyone."""
+        root = self.root
+        if root is None or self._trust:
+            return root is not None
+        why = untrusted(root) or untrusted(_kernel_directory(root))
+        if why is not None:
+            with self._lock:
+                if self.root is not None:
+                    log.warning("plan store %s is not used, plans stay in memory: a plan is code, and %s; or open it with trust=True", root, why)
+                self.root, self._disk, self.cubins.directory = None, None, None
+        return why is None
 
     def _probe(self) -> None:
         """Before the first write: whether there can be one. A store that cannot be written says so once and keeps plans in memory."""
-        if self.root is None or self._probed:
-            return
-        self._probed = True
-        why = unwritable(self.root) or unwritable(_kernel_directory(self.root))
-        if why is not None and self._disk is not None:
-            log.warning("plan store %s cannot be written (%s): new plans stay in memory; make it writable or set CUDNN_GRAPHS_CACHE_DIR", self.root, why)
-            self._disk.writable = self.cubins.writable = False
+        with self._lock:
+            if self._probed or not self._check_trust():
+                return
+            self._probed = True
+            assert self.root is not None and self._disk is not None
+            why = unwritable(self.root) or unwritable(_kernel_directory(self.root))
+            if why is not None:
+                log.warning("plan store %s cannot be written (%s): new plans stay in memory; make it writable or set CUDNN_GRAPHS_CACHE_DIR", self.root, why)
+                self._disk.writable = self.cubins.writable = False
 
     def _write(self, key: str, header: dict[str, Any], compiled: Compiled) -> int:
         payload = compiled.payload()
@@ -276,21 +312,24 @@ class PlanStore:
         return len(payload)
 
     def _keep(self, key: str, built: BuiltPlan) -> None:
-        """Put a plan in memory and push out the least recently used beyond the bounds."""
+        """Put a plan in memory, push out the least recently used beyond the bounds, and drop the views that are no longer right:
+        those of a plan pushed out, which they would keep alive, and those that the new plan may serve better."""
         with self._lock:
             slot = (key, built.device.index)
             self._built[slot] = built
             self._built.move_to_end(slot)
-            if is_capturing():
-                return
-            total = sum(b.payload_bytes for b in self._built.values())
-            for old in [other for other in self._built if other[0] not in self._pinned and other != slot]:
-                if len(self._built) <= self.max_entries and total <= self.max_bytes:
-                    break
-                total -= self._built.pop(old).payload_bytes
-                self._stats.evictions += 1
-            if len(self._views) > 4 * self.max_entries:
-                self._views = {s: v for s, v in self._views.items() if v[1] in self._built}
+            if not is_capturing():
+                self._push_out(slot)
+            self._views = {s: v for s, v in self._views.items() if v[1] in self._built and not built.signature.fits(s[0])}
+
+    def _push_out(self, kept: Slot) -> None:
+        total = sum(b.payload_bytes for b in self._built.values())
+        for old in [slot for slot in self._built if slot[0] not in self._pinned and slot != kept]:
+            if len(self._built) <= self.max_entries and total <= self.max_bytes:
+                break
+            total -= self._built.pop(old).payload_bytes
+            self._uses.pop(old[0], None)
+            self._stats.evictions += 1
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -323,7 +362,7 @@ class PlanStore:
                     known["where"] = "memory, disk"
                 else:
                     rows[entry.key] = {**entry.header, "key": entry.key, "where": "disk", "hits": entry.loads, "pinned": False}
-        return sorted(rows.values(), key=lambda r: -r["created"])
+        return copy.deepcopy(sorted(rows.values(), key=lambda r: -r["created"]))
 
     def verify(self) -> list[tuple[str, str]]:
         """Every damaged entry of the directory as (key, what is wrong)."""
@@ -386,10 +425,24 @@ def default_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cudnn_graphs"
 
 
-@functools.cache
+_opening = threading.Lock()
+_default: PlanStore | None = None
+
+
 def default_store() -> PlanStore:
-    """The process's own store, on disk at the default root, opened at first use."""
-    return PlanStore(default_root() / "plans")
+    """The process's own store, on disk at the default root, opened at first use: one, however many threads are first.
+    In memory only, with a warning, where the user has no home directory."""
+    global _default
+    if _default is None:
+        with _opening:
+            if _default is None:
+                try:
+                    root = default_root() / "plans"
+                except RuntimeError as error:
+                    log.warning("no directory for plans (%s): they stay in memory; set CUDNN_GRAPHS_CACHE_DIR", error)
+                    root = None
+                _default = PlanStore(root)
+    return _default
 
 
 __all__ = ["DiskEntry", "PlanStore", "StoreStats", "default_root", "default_store", "entry_key"]

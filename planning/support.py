@@ -35,6 +35,8 @@ class Verdict:
 
 
 PAGED = "csr/paged"
+SAGE = "padded/strided"
+QSA, QSA_INDEXED = "bitmap/packed", "token_ids/packed"
 
 
 def _cuda(d: SparseBlockDescriptor, device: DeviceFacts) -> bool:
@@ -57,6 +59,10 @@ def _whole_sub_pages(d: SparseBlockDescriptor, device: DeviceFacts) -> bool:
     return d.page_stride is None or d.page_stride % (d.sub_page * d.head_dim) == 0
 
 
+def _q_in_int32(d: SparseBlockDescriptor, device: DeviceFacts) -> bool:
+    return (d.max_seq_len_kv or 0) * d.num_qo_heads * d.head_dim < 2**31
+
+
 REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("reference", PAGED, "nothing more", lambda d, device: True),
     Requirement("cudnn", PAGED, "a CUDA device", _cuda),
@@ -69,6 +75,29 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("portable", PAGED, "compute capability 8.0 or later", _ampere),
     Requirement("sm90", PAGED, "a CUDA device", _cuda),
     Requirement("sm90", PAGED, "compute capability 9.0: wgmma exists only there", _hopper),
+    Requirement("reference", SAGE, "nothing more", lambda d, device: True),
+    Requirement("cudnn", SAGE, "an INT8 attention with a scale per block: cuDNN has none, and one scale per tensor in FP8 (describe() quotes its refusal)",
+                lambda d, device: False),
+    Requirement("portable", SAGE, "a CUDA device", _cuda),
+    Requirement("portable", SAGE, "compute capability 8.0 or later", _ampere),
+    Requirement("sm90", SAGE, "a CUDA device", _cuda),
+    Requirement("sm90", SAGE, "compute capability 9.0: wgmma exists only there", _hopper),
+    Requirement("reference", QSA, "nothing more", lambda d, device: True),
+    Requirement("reference", QSA_INDEXED, "nothing more", lambda d, device: True),
+    Requirement("cudnn", QSA, "a CUDA device", _cuda),
+    Requirement("cudnn", QSA, "compute capability 10.0, 10.3 or 10.7: cuDNN Frontend's QSA is made for those",
+                lambda d, device: device.capability in ((10, 0), (10, 3), (10, 7))),
+    Requirement("cudnn", QSA, "12 or 24 query heads", lambda d, device: d.num_qo_heads in (12, 24)),
+    Requirement("cudnn", QSA, "at most 2^31 - 1 elements of q", _q_in_int32),
+    Requirement("cudnn", QSA_INDEXED, "a CUDA device", _cuda),
+    Requirement("cudnn", QSA_INDEXED, "compute capability 10.0 or 10.3: cuDNN Frontend's indexed QSA is made for those",
+                lambda d, device: device.capability in ((10, 0), (10, 3))),
+    Requirement("cudnn", QSA_INDEXED, "12 query heads", lambda d, device: d.num_qo_heads == 12),
+    Requirement("cudnn", QSA_INDEXED, "at most 2^31 - 1 elements of q", _q_in_int32),
+    *(Requirement("portable", kind, need, holds) for kind in (QSA, QSA_INDEXED)
+      for need, holds in (("a CUDA device", _cuda), ("compute capability 8.0 or later", _ampere))),
+    *(Requirement("sm90", kind, need, holds) for kind in (QSA, QSA_INDEXED)
+      for need, holds in (("a CUDA device", _cuda), ("compute capability 9.0: wgmma exists only there", _hopper))),
 )
 
 ENGINES: tuple[str, ...] = tuple(dict.fromkeys(r.engine for r in REQUIREMENTS))

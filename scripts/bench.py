@@ -49,7 +49,11 @@ def capture(run: Callable[[], Any]) -> Callable[[], None]:
     except Exception:  # noqa: BLE001 - a peer that cannot be captured is timed eagerly
         torch.cuda.synchronize()
         return lambda: (run(), None)[1]
-    return graph.replay
+
+    def replay() -> None:
+        graph.replay()
+    replay.keeps = run      # type: ignore[attr-defined]  # the graph reads tensors that only `run` holds
+    return replay
 
 
 def milliseconds(run: Callable[[], None], count: int) -> float:
@@ -213,7 +217,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None, kept: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
+    """`kept` is called with the result after each workload, so that a run cut short leaves what it measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", help=f"any of {', '.join(WORKLOADS)}; all when none is named")
     parser.add_argument("--engines", default=",".join(e for e in ENGINES if e != "reference"))
@@ -233,6 +238,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for name in names:
         result["workloads"].append(bench_workload(WORKLOADS[name], options.engines.split(","), not options.no_peers, options.seconds))
         show({**result, "workloads": result["workloads"][-1:]}, Console(width=110))
+        if kept is not None:
+            kept(result)
     if options.host:
         result["host"] = host_costs()
         show({**result, "workloads": []}, Console(width=110))

@@ -13,13 +13,14 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_sources import REPORT, ROOT, source_digests
 
-SANITIZED = ROOT / "tests" / "sanitizer_cases.py"
+Keep = Callable[[dict[str, Any]], None]       # write what a section has so far
 
 
 class Recorder:
@@ -46,22 +47,34 @@ def run_tests() -> dict[str, Any]:
 
 
 def run_sanitizer() -> dict[str, Any]:
-    """compute-sanitizer memcheck over small shapes of every kernel. Driver-probing API errors are not memory errors."""
+    """compute-sanitizer memcheck over small shapes of every kernel, one script per operation, at once. Driver-probing API
+    errors are not memory errors."""
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(tool).exists():
-        return {"note": "compute-sanitizer is not installed here"}
-    command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9", sys.executable, str(SANITIZED)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    return {"exit_code": done.returncode, "summary": [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line or line.startswith("ran ")],
-            "output": "" if done.returncode == 0 else (done.stdout + done.stderr)[-1500:]}
+        return {"exit_code": 1, "note": "compute-sanitizer is not installed here"}
+    command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9", sys.executable]
+    running = {script.name: subprocess.Popen([*command, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+               for script in sorted(ROOT.glob("tests/*sanitizer_cases.py"))}
+    scripts = {name: _finished(process) for name, process in running.items()}
+    return {"exit_code": max(abs(s["exit_code"]) for s in scripts.values()), "scripts": scripts}
 
 
-def run_bench() -> dict[str, Any]:
+def _finished(process: subprocess.Popen[str]) -> dict[str, Any]:
+    try:
+        output, _ = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+    summary = [line for line in output.splitlines() if "ERROR SUMMARY" in line or line.startswith("ran ")]
+    return {"exit_code": process.returncode, "summary": summary} | ({} if process.returncode == 0 else {"output": output[-1500:]})
+
+
+def run_bench(keep: Keep) -> dict[str, Any]:
     import bench
-    return bench.main(["--host", *bench.WORKLOADS])
+    return bench.main(["--host", *bench.WORKLOADS], kept=keep)
 
 
-SECTIONS = {"tests": run_tests, "sanitizer": run_sanitizer, "bench": run_bench}
+SECTIONS: dict[str, Callable[[Keep], dict[str, Any]]] = {"tests": lambda keep: run_tests(), "sanitizer": lambda keep: run_sanitizer(), "bench": run_bench}
 
 
 def main() -> int:
@@ -75,10 +88,14 @@ def main() -> int:
     failed = False
     for name in wanted:
         section = {"device": torch.cuda.get_device_name(), "versions": versions(), "sources": source_digests(), "made": time.strftime("%Y-%m-%d %H:%M:%S")}
-        section |= SECTIONS[name]()
-        failed |= section.get("exit_code", 0) != 0
-        report[name] = section
-        REPORT.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+
+        def keep(part: dict[str, Any], name: str = name, section: dict[str, Any] = section) -> None:
+            report[name] = section | part
+            REPORT.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+
+        done = SECTIONS[name](keep)
+        keep(done)
+        failed |= done.get("exit_code", 0) != 0
     return int(failed)
 
 

@@ -428,3 +428,60 @@ def test_a_plan_is_immutable(case, store):
         plan.signature = None
     with pytest.raises(TypeError):
         plan._built.header["engine"] = "other"
+
+
+# -- what an adversary tried ----------------------------------------------------------------------------
+
+def test_a_tuple_of_one_is_not_taken_for_the_combined_cache_that_passed_before(store):
+    case = PagedCase(kv_layout="combined").make()
+    positional, keywords = case.arguments()
+    plan = store.get(case.signature(), "cpu")
+    plan.run(*positional, **keywords)
+    for cache in ((positional[1],), [positional[1]], (), (positional[1],) * 3):
+        with says(TypeError, "paged_kv_cache", type(cache).__name__, "(K, V) tuple", "pass one"):
+            plan.run(positional[0], cache, *positional[2:], **keywords)
+
+
+@pytest.mark.parametrize("change", [
+    lambda a: {"q": a["q"][..., ::1].mT.contiguous().mT}, lambda a: {"q": shifted(a["q"])}, lambda a: {"q": a["q"].half()},
+    lambda a: {"cache": (a["cache"][0], shifted(a["cache"][1]))}, lambda a: {"cache": (a["cache"][0][:-1], a["cache"][1])},
+    lambda a: {"seq_lens": a["seq_lens"].long()}, lambda a: {"seq_lens": a["seq_lens"][:1]}, lambda a: {"seq_lens": None},
+    lambda a: {"block_indptr": a["block_indptr"][:, :1]}, lambda a: {"block_indptr": a["block_indptr"].mT.contiguous().mT},
+    lambda a: {"block_indices": a["block_indices"].repeat_interleave(2)[::2]}, lambda a: {"block_indices": a["block_indices"][None]},
+    lambda a: {"block_indices": a["block_indices"].float()}, lambda a: {"page_indices": a["page_indices"].repeat_interleave(2)[::2]},
+    lambda a: {"page_indptr": a["page_indptr"][:-1]}, lambda a: {"page_indptr": None, "page_indices": None},
+])
+def test_nothing_that_is_refused_alone_is_accepted_after_a_call_that_passed(case, store, change):
+    """`checks.structure` skips checks for what it has seen; every refusal must differ from it."""
+    positional, keywords = case.arguments()
+    given = dict(zip(("q", "cache", "page_indptr", "page_indices", "seq_lens", "block_indptr", "block_indices"), positional))
+    for _ in range(2):
+        store.get(case.signature(), "cpu").run(*positional, **keywords)
+    with pytest.raises((TypeError, ValueError), match=": got .*; need .*; "):
+        store.get(case.signature(), "cpu").run(*{**given, **change(given)}.values(), **keywords)
+
+
+@pytest.mark.parametrize("scale", [10**400, 1e300, 1e-300])
+def test_a_scale_that_fp32_does_not_hold(case, store, scale):
+    with says(ValueError, "sm_scale", str(scale), "finite number > 0", "None for 0.125"):
+        call(case, store, sm_scale=scale)
+
+
+def test_an_out_that_overlaps_itself(case, store):
+    room = torch.empty(case.q.numel(), dtype=case.dtype)
+    for strides in ((64, 64, 64, 1), (4096, 256, 32, 1), (0, 256, 64, 1)):
+        with says(ValueError, "out", f"overlapping tensor, strides {list(strides)}", "one address per element", "torch.empty"):
+            call(case, store, out=room.as_strided(case.q.shape, strides))
+    interleaved = torch.empty(2 * case.q.numel(), dtype=case.dtype).as_strided(case.q.shape, (64, 512, 128, 1))
+    assert interleaved.shape[0] == 2
+    call(case, store, out=interleaved.fill_(3.0))
+
+
+def test_a_cuda_device_that_is_not_here(case, store, monkeypatch):
+    def absent(*args: Any) -> Any:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+    for name in ("get_device_properties", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, absent)
+    for device in ("cuda", "cuda:77"):
+        with says(CudnnGraphsError, "device", device, "a CUDA device that torch can use", "not compiled with CUDA"):
+            store.get(case.signature(), device)

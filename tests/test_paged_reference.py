@@ -269,3 +269,31 @@ def test_a_visible_non_finite_key_reaches_exactly_the_queries_that_see_it(store,
     assert torch.equal(lse.isfinite(), want_lse.isfinite())
     finite = want.isfinite().all(-1)
     assert_close(out[finite], want[finite], lse[finite], want_lse[finite])
+
+
+@pytest.mark.parametrize("page_table", ["indptr", "block_tables"])
+@pytest.mark.parametrize("surroundings", ["float64", "bfloat16", "autocast", "grad"])
+def test_the_callers_torch_state_changes_no_bit(store, surroundings, page_table):
+    """Serving engines set a 16-bit default dtype; a caller may be under autocast, or q may want a gradient."""
+    case = PagedCase(page_table=page_table).make()
+    want, want_lse = run(store, case)
+    if surroundings == "grad":
+        case.tensors["q"].requires_grad_() if "q" in case.tensors else case.q.requires_grad_()
+    before = torch.get_default_dtype()
+    try:
+        if surroundings in ("float64", "bfloat16"):
+            torch.set_default_dtype(getattr(torch, surroundings))
+        positional, keywords = case.arguments()
+        with torch.autocast("cpu", torch.bfloat16, enabled=surroundings == "autocast"):
+            out, lse = store.get(case.signature(), "cpu").run(*positional, **keywords)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse) and lse.dtype == torch.float32 and not out.requires_grad
+
+
+def test_a_page_table_without_columns(store):
+    """Nothing to read: every row that selects anything is bad."""
+    case = PagedCase(page_table="block_tables").make()
+    for table_of_none in (torch.empty(2, 0, dtype=torch.int32), torch.empty(2, 9, dtype=torch.int32)[:, :0]):
+        out, lse = run(store, case, block_tables=table_of_none)
+        assert (out == 0).all() and (lse == float("-inf")).all()

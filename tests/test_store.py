@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import logging
 import multiprocessing
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from cudnn_graphs import PagedBlockSparseSignature, PlanMissError, PlanStore
 from cudnn_graphs.engines.base import Compiled
 from cudnn_graphs.errors import CaptureError, CudnnGraphsError
 from cudnn_graphs.planning import default_store
+from cudnn_graphs.planning import plan as plan_module
 from cudnn_graphs.planning import store as store_module
 from cudnn_graphs.planning.store import default_root
 from cudnn_graphs.runtime import environment
@@ -693,3 +697,242 @@ def test_a_cubin_cache_that_cannot_be_written_warns_once(compiler, tmp_path, war
 def test_nothing_is_printed(engine, root, capfd):
     PlanStore(root).build([signature()], "cpu")
     assert capfd.readouterr() == ("", "")
+
+
+# -- what an adversary tried ----------------------------------------------------------------------------
+
+def plant(root: Path, key: str, header: dict[str, Any], payload: bytes = b"x") -> None:
+    """A record whose checksums agree, whatever its header says."""
+    root.mkdir(exist_ok=True, mode=0o700)
+    files_module.write_atomic(root / f"{key}.plan", payload, header)
+
+
+def test_sound_records_of_foreign_content_are_misses(engine, root, warnings):
+    """Another format's, a mangled and a deeply nested header must not stop a lookup, a listing or a write."""
+    PlanStore(root).build([signature()], "cpu")
+    good = json.loads(next(root.glob("*.json")).read_text())["record"]["header"]
+    changes: list[dict[str, Any]] = [{"format": 2}, {"signature": [1]}, {"signature": {**good["signature"], "type": ["x"]}}, {"created": "yesterday"},
+                                     {"device": 7}, {"engine": None}, {"signature": {**good["signature"], "batch_size": 2**31}}]
+    plant(root, "0" * 40, {})
+    for i, change in enumerate(changes, 1):
+        plant(root, str(i) * 40, {**good, "key": str(i) * 40, **change})
+    (root / f"{'9' * 40}.plan.json").write_text("[" * 200_000)
+    store = PlanStore(root)
+    assert store.get(signature(batch_size=64), "cpu").built_for.batch_size == 64 and counts(store) == {"misses": 1, "builds": 1}
+    assert {e["signature"]["batch_size"] for e in store.entries()} == {2, 64, 2**31} and len(set(warnings())) == 8
+    store.freeze()
+    with pytest.raises(PlanMissError):
+        store.get(signature(batch_size=65), "cpu")
+
+
+def test_a_header_that_claims_more_than_its_key_is_never_served(engine, root, warnings):
+    """A listing that says "fits" is only a candidate; what was loaded is asked again, and its name is made of its signature."""
+    PlanStore(root).build([signature()], "cpu")
+    path, _ = entry_files(root)
+    good = json.loads(path.read_text())["record"]["header"]
+    larger = signature(batch_size=900)
+    plant(root, good["key"], {**good, "signature": larger.to_json(), "signature_key": larger.key}, CODE)
+    store = PlanStore(root)
+    for wanted in (signature(), signature(batch_size=800)):
+        assert store.get(wanted, "cpu").built_for == wanted
+    assert counts(store) == {"misses": 2, "builds": 2} and any("does not match its key" in text for text in warnings())
+
+
+def test_what_a_caller_does_to_a_listing_changes_nothing(engine, root):
+    store = PlanStore(root)
+    plan = store.build([signature()], "cpu")[0]
+    for opened in (store, PlanStore(root)):
+        for said in (plan.describe(), *opened.entries()):
+            said["signature"]["batch_size"] = 900
+            said["compiled"]["kernels"].clear()
+        assert plan.describe()["signature"] == opened.entries()[0]["signature"] == signature().to_json()
+        assert plan.describe()["compiled"]["kernels"] == [{"name": "stub"}]
+        assert opened.get(signature(batch_size=800), "cpu").built_for.batch_size == 800
+        opened.clear()
+        PlanStore(root).build([signature()], "cpu")
+
+
+def test_a_plan_built_later_that_fits_better_is_used(engine):
+    store = PlanStore()
+    for batch in (64, 8, 3):
+        store.build([signature(batch_size=batch)], "cpu", engine="reference")
+        assert store.get(signature(batch_size=3), "cpu").built_for.batch_size == batch
+
+
+def test_nothing_grows_with_the_number_of_signatures_asked(engine):
+    store = PlanStore(max_entries=4)
+    store.build([signature(batch_size=1000)], "cpu")
+    for batch in range(1, 200):
+        store.get(signature(batch_size=batch), "cpu")
+        with pytest.raises(NotImplementedError):
+            store.get(signature(batch_size=batch), "cpu", "portable")
+    assert len(store._views) <= 16 and len(store._refused) <= 4 and store._flights == {}
+    assert counts(store) == {"misses": 1, "builds": 1, "fits": 199}
+
+
+def test_an_evicted_plan_is_let_go(engine):
+    store = PlanStore(max_entries=1)
+    built = weakref.ref(store.get(signature(), "cpu")._built.executable)
+    store.get(signature(head_dim=128), "cpu")
+    gc.collect()
+    assert built() is None, "its workspaces are still held"
+
+
+def test_threads_while_the_directory_is_deleted(engine, root):
+    """Lookups, listings and clears of six threads; the directory goes every few ms."""
+    logging.getLogger("cudnn_graphs").setLevel(logging.CRITICAL)
+    store, failures, until = PlanStore(root, max_entries=10), [], time.monotonic() + 1.5
+
+    def ask(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            while time.monotonic() < until:
+                wanted = signature(batch_size=rng.randrange(1, 40), head_dim=rng.choice([64, 128]))
+                plan = store.get(wanted, "cpu")
+                assert plan.signature == wanted and plan.built_for.fits(wanted)
+                rng.choice([store.entries, store.verify, store.stats, store.clear, *[lambda: None] * 40])()
+        except BaseException as error:  # noqa: BLE001 - reported by the test
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    while time.monotonic() < until:
+        shutil.rmtree(root, ignore_errors=True)
+        time.sleep(0.01)
+    for thread in threads:
+        thread.join(timeout=30)
+    logging.getLogger("cudnn_graphs").setLevel(logging.NOTSET)
+    assert failures == [] and store._flights == {}
+    stats = store.stats()
+    assert stats.builds == stats.misses == len(engine.compiled)
+
+
+def test_killed_writers_leave_nothing_damaged_that_is_served(root):
+    code = """
+import random, sys
+sys.path.insert(0, sys.argv[1])
+from test_store import StubEngine, signature, store_module
+from cudnn_graphs import PlanStore
+stub = StubEngine()
+store_module.engine_named = lambda name: stub
+store = PlanStore(sys.argv[2])
+print("ready", flush=True)
+while True:
+    store.build([signature(batch_size=random.randrange(1, 9))], "cpu")
+    store.clear()
+"""
+    for pause in (0.05, 0.11):
+        writer = subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).parent), str(root)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+        time.sleep(pause)
+        writer.kill()
+        writer.wait(timeout=30)
+    stub = StubEngine()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_module, "engine_named", lambda name: stub)
+        PlanStore(root).build([signature(batch_size=b) for b in range(1, 9)], "cpu")
+        again = PlanStore(root)
+        again.build([signature(batch_size=b) for b in range(1, 9)], "cpu")
+        assert counts(again) == {"loads": 8} and again.verify() == []
+
+
+def test_orphans_of_a_killed_process_are_swept_after_an_hour(engine, root):
+    store = PlanStore(root)
+    store.build([signature()], "cpu")
+    orphans = [root / f"{'a' * 40}{suffix}" for suffix in (".plan", ".uses")]
+    for orphan in orphans:
+        orphan.write_text("")
+        os.utime(orphan, (time.time() - 3700,) * 2)
+    for path in entry_files(root):
+        os.utime(path, (time.time() - 3700,) * 2)
+    store.build([signature(head_dim=128)], "cpu")
+    assert not any(orphan.exists() for orphan in orphans) and len(list(root.glob("*.plan"))) == 2 and store.verify() == []
+
+
+def test_a_directory_that_others_open_after_the_store_was_opened(engine, root, warnings):
+    PlanStore(root).build([signature()], "cpu")
+    for spoil in (lambda: root.chmod(0o777), lambda: None):
+        store = PlanStore(root)
+        spoil()
+        store.build([signature(), signature(head_dim=128)], "cpu")
+        assert counts(store) == {"misses": 2, "builds": 2} and store.root is None and len(list(root.glob("*.plan"))) == 1
+        said = warnings()
+        assert len(said) == 1 and "others can write to it" in said[0]
+
+
+def test_a_directory_out_of_reach_is_memory_only(engine, tmp_path, warnings, monkeypatch):
+    """As of a user whose HOME is another's: every look raises PermissionError."""
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+    store = PlanStore(tmp_path / "plans")
+    refuse_writes(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refused)
+        patch.setattr(Path, "stat", refused)
+        store.build([signature(), signature(head_dim=128)], "cpu")
+    assert counts(store) == {"misses": 2, "builds": 2} and len(warnings()) == 1
+
+
+def test_default_store_is_one_however_many_threads_are_first(monkeypatch):
+    monkeypatch.setattr(store_module, "_default", None)
+    opened, together = [], threading.Barrier(8)
+
+    def ask() -> None:
+        together.wait(timeout=10)
+        opened.append(default_store())
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(opened) == 8 and len(set(map(id, opened))) == 1
+
+
+def test_default_store_without_a_home_directory(monkeypatch, warnings):
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+    monkeypatch.setattr(store_module, "_default", None)
+    monkeypatch.setattr(store_module, "default_root", homeless)
+    assert default_store().root is None
+    said = warnings()
+    assert len(said) == 1 and "CUDNN_GRAPHS_CACHE_DIR" in said[0]
+
+
+def test_another_kernels_cubin_under_this_name(compiler, tmp_path, warnings):
+    first = CubinCache(tmp_path)
+    first.get(SOURCE, "sm_80"), first.get(SOURCE, "sm_90a")
+    old, new = sorted(tmp_path.glob("*.cubin"))
+    for suffix in ("", ".json"):
+        shutil.copy(f"{old}{suffix}", f"{new}{suffix}")
+    CubinCache(tmp_path).get(SOURCE, "sm_90a")
+    assert compiler[2:] == ["stub_kernel sm_90a"] and len(warnings()) == 1
+    CubinCache(tmp_path).get(SOURCE, "sm_90a")
+    assert len(compiler) == 3
+
+
+def test_threads_on_one_stream_do_not_interleave_their_launches(monkeypatch):
+    """They share the stream's workspace: kernels of two runs in between each other would read each other's partial results."""
+    monkeypatch.setattr(plan_module, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(plan_module, "current_raw_stream", lambda device: 7)
+    monkeypatch.setattr(plan_module, "is_capturing", lambda device: False)
+    monkeypatch.setattr(DeviceFacts, "torch_device", torch.device("cpu"))
+    launched: list[tuple[int, int]] = []
+
+    class ThreeLaunches:
+        workspace_bytes = 256
+
+        def launch(self, arguments: Any, workspace: int, stream: int) -> None:
+            for _ in range(3):
+                launched.append((threading.get_ident(), workspace))
+                time.sleep(0.002)
+
+    shared = plan_module.Plan(signature(), plan_module.BuiltPlan(signature(), gpu(index=0), "reference", ThreeLaunches(), {}, 0, {}, threading.Lock()))
+    threads = [threading.Thread(target=shared.launch, args=(None,)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len({workspace for _, workspace in launched}) == 1
+    assert all(len(set(launched[i:i + 3])) == 1 for i in range(0, 18, 3))

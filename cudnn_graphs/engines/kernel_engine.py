@@ -10,7 +10,7 @@ from ..descriptor import SparseBlockDescriptor
 from ..runtime.cubins import CubinCache
 from ..runtime.devices import DeviceFacts
 from ..runtime.launch import LoadedKernel
-from ..runtime.nvrtc import Cubin, Resources, source_digest, KernelSource
+from ..runtime.nvrtc import Cubin, KernelSource, Resources, source_digest
 from .base import Compiled
 
 

@@ -58,7 +58,7 @@ def inspect_paged(arguments: PagedArguments, device: DeviceFacts, cubins: CubinC
     return Inspection.of([w & NONE for w in words.tolist()])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kernel(device: DeviceFacts, cubins: CubinCache) -> LoadedKernel:
     return LoadedKernel(cubins.get(SOURCE, device.arch), SOURCE.entry, device.torch_device.index)
 

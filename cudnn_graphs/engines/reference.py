@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ..descriptor import SparseBlockDescriptor
 from ..reference.paged import attend_paged
+from ..reference.query_sparse import query_sparse
+from ..reference.sage import attend_sage
 from ..runtime.cubins import CubinCache
 from ..runtime.devices import DeviceFacts
 from .base import Compiled
 
-ATTEND: dict[str, Callable[[Any], None]] = {"csr/paged": attend_paged}
+ATTEND: dict[str, Callable[[Any], None]] = {"csr/paged": attend_paged, "padded/strided": attend_sage,
+                                           "bitmap/packed": query_sparse, "token_ids/packed": query_sparse}
 
 
 class ReferenceEngine:
@@ -36,4 +41,6 @@ class ReferenceExecutable:
         self._attend = attend
 
     def launch(self, arguments: Any, workspace: int, stream: int) -> None:
-        self._attend(arguments)
+        # The caller's autocast would halve the precision of every product, and its grad mode would tie `out` to a graph.
+        with torch.no_grad(), torch.autocast(arguments.q.device.type, enabled=False):
+            self._attend(arguments)

@@ -21,7 +21,7 @@ def attend_paged(a: PagedArguments) -> None:
     begin, count, bad = _ranges(a, rows)
     q = _pack_rows(a.q, num_kv_heads, rows, a.q_block_size).reshape(batch * num_kv_heads * rows, -1, head_dim)
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
     widest = int(count.max()) if count.numel() else 0
     per_row = max(1, min(widest, 8)) * a.kv_block_size * head_dim
     for chunk in torch.arange(q.shape[0], device=q.device).split(max(1, CHUNK_ELEMENTS // max(per_row, q.shape[1] * head_dim))):
@@ -54,7 +54,7 @@ def _ranges(a: PagedArguments, rows: int) -> tuple[torch.Tensor, torch.Tensor, t
 def _pack_rows(q: torch.Tensor, num_kv_heads: int, rows: int, q_block_size: int) -> torch.Tensor:
     """[B, Sq, Hq, D] -> [B, Hkv, R, q_block_size * G, D] in fp32, the ragged last block padded with zeros."""
     batch, seq_len_q, num_qo_heads, head_dim = q.shape
-    padded = torch.zeros(batch, rows * q_block_size, num_qo_heads, head_dim, device=q.device)
+    padded = torch.zeros(batch, rows * q_block_size, num_qo_heads, head_dim, dtype=torch.float32, device=q.device)
     padded[:, :seq_len_q] = q
     packed = padded.view(batch, rows, q_block_size, num_kv_heads, num_qo_heads // num_kv_heads, head_dim)
     return packed.permute(0, 3, 1, 2, 4, 5).reshape(batch, num_kv_heads, rows, -1, head_dim)
@@ -65,8 +65,8 @@ def _attend_rows(a: PagedArguments, q: torch.Tensor, flat: torch.Tensor, begin: 
     """Online softmax of some rows [n, M, D] over their blocks, eight blocks a step. Returns out, lse, bad."""
     heads = a.k.shape[1]
     request, head, row = flat // (heads * rows), flat // rows % heads, flat % rows
-    top = torch.full(q.shape[:2], float("-inf"), device=q.device)
-    total = torch.zeros(q.shape[:2], device=q.device)
+    top = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
+    total = torch.zeros_like(top)
     acc = torch.zeros_like(q)
     bad = torch.zeros(flat.shape, dtype=torch.bool, device=q.device)
     for first in range(0, int(count.max()), 8):
@@ -97,6 +97,8 @@ def _tokens(a: PagedArguments, begin: torch.Tensor, count: torch.Tensor, request
 
 def _pages(a: PagedArguments, request: torch.Tensor, token: torch.Tensor, listed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The page of each token (0 where not listed), and which listed tokens have none."""
+    if not a.pages.numel():
+        return torch.zeros_like(token), listed
     if a.page_indptr is None:
         start, span = request * a.pages.stride(0), torch.full_like(request, a.pages.shape[1])
         flat = torch.as_strided(a.pages, ((a.pages.shape[0] - 1) * a.pages.stride(0) + a.pages.shape[1],), (1,))
@@ -106,8 +108,6 @@ def _pages(a: PagedArguments, request: torch.Tensor, token: torch.Tensor, listed
         span = torch.where((start < 0) | (span < 0) | (start + span > flat.numel()), 0, span)
     logical = token // a.k.shape[2]
     inside = listed & (logical < span[:, None, None])
-    if not flat.numel():
-        return torch.zeros_like(token), listed
     page = flat.long()[torch.where(inside, start[:, None, None] + logical, 0)]
     found = inside & (page >= 0) & (page < a.k.shape[0])
     return torch.where(found, page, 0), listed & ~found

@@ -13,6 +13,7 @@ BLOCK_TOKENS = 4
 _CHUNK_KEYS = 1 << 16           # (query, key) pairs gathered at once: 2 x 256 floats each per KV head
 
 
+@torch.no_grad()
 def query_sparse(arguments: QuerySparseArguments) -> None:
     """Fill out, out_fp32 and lse of one launch."""
     a = arguments
@@ -28,7 +29,8 @@ def _candidate_counts(a: QuerySparseArguments) -> list[int]:
     """An upper bound of every query's keys, so that chunks hold about equal work."""
     if a.indices is not None:
         return [a.indices.shape[1]] * a.q.shape[0]
-    return [BLOCK_TOKENS * n for n in (a.sel_blocks != 0).sum(1).tolist()]
+    assert a.sel_blocks is not None
+    return [BLOCK_TOKENS * n for n in a.sel_blocks.ne(0).sum(1).tolist()]
 
 
 def _chunk_ends(counts: list[int]) -> list[int]:
@@ -45,15 +47,17 @@ def _chunk_ends(counts: list[int]) -> list[int]:
 
 def _bitmap_pairs(a: QuerySparseArguments, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(row, token) of every visible pair of queries [begin, end), rows from 0, ascending, none twice."""
+    assert a.sel_blocks is not None and a.lo is not None and a.hi is not None and a.block_first is not None and a.block_last is not None
     rows, blocks = torch.nonzero(a.sel_blocks[begin:end], as_tuple=True)
-    first = a.block_first.long()[blocks]
-    last = torch.minimum(torch.minimum(a.block_last.long()[blocks], first + BLOCK_TOKENS - 1), a.hi.long()[begin:end][rows])
+    first, lo, hi = a.block_first.long()[blocks], a.lo.long()[begin:end][rows], a.hi.long()[begin:end][rows]
+    last = torch.minimum(torch.minimum(a.block_last.long()[blocks], first + BLOCK_TOKENS - 1), hi)
     tokens = first[:, None] + torch.arange(BLOCK_TOKENS)
-    visible = (tokens >= a.lo.long()[begin:end][rows][:, None]) & (tokens <= last[:, None]) & (tokens >= 0) & (tokens < a.q.shape[0])
+    visible = (tokens >= lo[:, None]) & (tokens <= last[:, None]) & (tokens >= 0) & (tokens < a.q.shape[0])
     return _unique(rows[:, None].expand_as(tokens)[visible], tokens[visible], a.q.shape[0])
 
 
 def _indexed_pairs(a: QuerySparseArguments, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    assert a.indices is not None
     tokens = a.indices[begin:end].long()
     rows = torch.arange(end - begin)[:, None].expand_as(tokens)
     visible = (tokens >= 0) & (tokens <= rows + begin)
@@ -70,7 +74,7 @@ def _attend(a: QuerySparseArguments, begin: int, end: int, rows: torch.Tensor, t
     counts = torch.bincount(rows, minlength=queries)
     slot = torch.arange(rows.numel()) - (counts.cumsum(0) - counts)[rows]
     width = max(int(counts.max()), 1)
-    keys, values = (torch.zeros(queries, width, heads_kv, dim).index_put_((rows, slot), x[tokens].float()) for x in (a.k, a.v))
+    keys, values = (torch.zeros(queries, width, heads_kv, dim, dtype=torch.float32).index_put_((rows, slot), x[tokens].float()) for x in (a.k, a.v))
     listed = torch.arange(width) < counts[:, None]
     q = a.q[begin:end].float().view(queries, heads_kv, -1, dim)
     scores = torch.einsum("tghd,twgd->tghw", q, keys) * a.scale

@@ -5,27 +5,26 @@ from __future__ import annotations
 import torch
 
 from ..arguments import SageArguments
-from ..descriptor import SparseBlockDescriptor
 from .sage_layout import natural_order
 
 BLOCK = 64
 GATHER_BYTES = 64 << 20         # of K and V rows gathered at once
 
 
-def attend_sage(descriptor: SparseBlockDescriptor, a: SageArguments) -> None:
+def attend_sage(a: SageArguments) -> None:
     """Fill `a.out` and, where wanted, `a.lse`."""
     batch, heads, seq_len_q, head_dim = a.q.shape
     rows, capacity = a.block_index.shape[2:]
     step = max(1, GATHER_BYTES // (8 * capacity * BLOCK * head_dim))
     valid = _valid_keys(a)
-    v = natural_order(a.v.view(torch.uint8)) if descriptor.v_layout == "interleaved16" else a.v.view(torch.uint8)
+    v = natural_order(a.v.view(torch.uint8)) if a.v_layout == "interleaved16" else a.v.view(torch.uint8)
     for b in range(batch):
         for h in range(heads):
             k = a.k[b, h].float()
             v_head = (v[b, h].view(torch.float8_e4m3fn).float() * a.v_scale[b, h, :, None]).T
             for first in range(0, rows, step):
                 last = min(first + step, rows)
-                blocks = listed_blocks(a, b, h, first, last, descriptor.contiguous_spans)
+                blocks = _listed_blocks(a, b, h, first, last)
                 span = slice(BLOCK * first, min(BLOCK * last, seq_len_q))
                 out, lse = _attend_rows(a, b, h, span, blocks, valid[b, h], k, v_head)
                 a.out[b, h, span] = out.to(a.out.dtype)
@@ -44,7 +43,7 @@ def _valid_keys(a: SageArguments) -> torch.Tensor:
     return sizes.clamp(min=0).expand(batch, heads, num_blocks)
 
 
-def listed_blocks(a: SageArguments, b: int, h: int, first: int, last: int, contiguous: bool) -> torch.Tensor:
+def _listed_blocks(a: SageArguments, b: int, h: int, first: int, last: int) -> torch.Tensor:
     """Block ids of rows [first, last), -1 where there is none: [rows, longest count]."""
     capacity, num_blocks = a.block_index.shape[3], a.k_scale.shape[-1]
     counts = torch.full((last - first,), a.count) if a.counts is None else a.counts[b, h, first:last].long()
@@ -52,7 +51,7 @@ def listed_blocks(a: SageArguments, b: int, h: int, first: int, last: int, conti
     longest = int(counts.max())
     slot = torch.arange(longest)
     blocks = a.block_index[b, h, first:last, :longest].long()
-    if contiguous and longest:                          # one count for all rows: only the last id is read
+    if a.contiguous and longest:                          # one count for all rows: only the last id is read
         final = blocks[:, -1:]
         blocks = torch.where(slot == longest - 1, final, (final - (longest - 1 - slot)) % num_blocks)
     listed = (slot < counts[:, None]) & (blocks >= 0) & (blocks < num_blocks)
@@ -68,14 +67,14 @@ def _attend_rows(a: SageArguments, b: int, h: int, span: slice, blocks: torch.Te
     size = torch.where(blocks >= 0, valid[listed], 0)
     visible = (torch.arange(BLOCK) < size[..., None]).view(rows, 1, width * BLOCK)
     keys = (listed[..., None] * BLOCK + torch.arange(BLOCK)).view(rows, width * BLOCK).clamp(max=k.shape[0] - 1)
-    q = torch.zeros(rows * BLOCK, k.shape[1])
+    q = torch.zeros(rows * BLOCK, k.shape[1], dtype=torch.float32)
     q[:tokens] = a.q[b, h, span].float()
-    q_scale = torch.zeros(rows * BLOCK)
+    q_scale = torch.zeros(rows * BLOCK, dtype=torch.float32)
     q_scale[:tokens] = a.q_scale[b, h].repeat_interleave(32)[span]
     k_scale = (a.k_scale[b, h, listed] * a.softmax_scale).repeat_interleave(BLOCK, dim=1)
     scores = torch.bmm(q.view(rows, BLOCK, -1), k[keys].mT) * q_scale.view(rows, BLOCK, 1) * k_scale[:, None]
     scores = scores.masked_fill(~visible, float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1) if width else torch.full((rows, BLOCK), float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1) if width else torch.full((rows, BLOCK), float("-inf"), dtype=torch.float32)
     p = torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
     out = torch.bmm(p, v[keys].masked_fill(~visible.mT, 0.0))
     return out.view(rows * BLOCK, -1)[:tokens], lse.view(-1)[:tokens]

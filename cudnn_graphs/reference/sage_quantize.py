@@ -24,7 +24,7 @@ def quantize_on_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, v_layout:
     """q_int8, k_int8, v_fp8, q_scale, k_scale, v_scale, k_mean; shapes as in `ops.sage_quantize.SageTensors`."""
     batch, heads, seq_len_k, head_dim = k.shape
     k = k.float()
-    k_mean = token_mean(k) if smooth_k else torch.zeros(batch, heads, head_dim)
+    k_mean = token_mean(k) if smooth_k else torch.zeros(batch, heads, head_dim, dtype=torch.float32)
     q_int8, q_scale = _int8_by_rows(q.float(), Q_ROWS, -(-q.shape[2] // 128) * 4)
     k_int8, k_scale = _int8_by_rows(k - k_mean[:, :, None], BLOCK, -(-seq_len_k // BLOCK))
     v = v.float()
@@ -49,7 +49,7 @@ def token_mean(x: torch.Tensor) -> torch.Tensor:
     blocks = -(-tokens // BLOCK)
     sums = _pairwise(F.pad(x, (0, 0, 0, blocks * BLOCK - tokens)).view(batch, heads, blocks, BLOCK, dim))
     lanes = F.pad(sums, (0, 0, 0, -blocks % SUM_LANES)).view(batch, heads, -1, SUM_LANES, dim)
-    running = lanes[:, :, 0]
+    running = lanes[:, :, 0] + 0.0      # a sum of nothing but -0 is 0
     for step in range(1, lanes.shape[2]):
         running = running + lanes[:, :, step]
     total = _pairwise(running)

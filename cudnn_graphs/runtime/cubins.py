@@ -45,7 +45,7 @@ class CubinCache:
         path = self.directory / f"{key}.cubin" if self.directory is not None and self.writable else None
         log.info("compiled %s for %s in %.2f s; cached in %s", source.entry, arch, time.perf_counter() - start, path or "memory only")
         if path is not None:
-            header = {"entry": source.entry, "arch": arch, "resources": cubin.resources.to_json(), "log": cubin.log}
+            header = {"key": key, "entry": source.entry, "arch": arch, "resources": cubin.resources.to_json(), "log": cubin.log}
             self.writable = write_atomic(path, cubin.image, header)
         return cubin
 
@@ -56,4 +56,10 @@ class CubinCache:
         if found is None:
             return None
         image, header = found
-        return Cubin(image, Resources(**header["resources"]), header["log"])
+        try:
+            if header["key"] != key:
+                raise ValueError(f"it is {header['key']}")
+            return Cubin(image, Resources(**header["resources"]), header["log"])
+        except (KeyError, TypeError, ValueError) as error:     # another kernel's, or another release's header
+            log.warning("cubin %s in %s is ignored and will be compiled anew: %r", key, self.directory, error)
+            return None

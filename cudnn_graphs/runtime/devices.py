@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..errors import CudnnGraphsError, problem
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
@@ -55,7 +57,7 @@ def _cuda_facts(index: int) -> DeviceFacts:
 
 
 def device_facts(device: torch.device | str | int | DeviceFacts | None) -> DeviceFacts:
-    """Facts of a live device. None: the current CUDA device, or the CPU where there is none."""
+    """Facts of a live device. None: the current CUDA device, or the CPU where there is none. RuntimeError for a CUDA device that is not here."""
     if isinstance(device, DeviceFacts):
         return device
     if device is None:
@@ -65,7 +67,10 @@ def device_facts(device: torch.device | str | int | DeviceFacts | None) -> Devic
         return CPU
     if device.type != "cuda":
         raise ValueError(f"device: got {device}; need a cuda or cpu device; move the tensors there")
-    return _cuda_facts(torch.cuda.current_device() if device.index is None else device.index)
+    try:
+        return _cuda_facts(torch.cuda.current_device() if device.index is None else device.index)
+    except (AssertionError, RuntimeError) as error:
+        raise CudnnGraphsError(problem("device", device, "a CUDA device that torch can use here", f"torch says: {error}")) from error
 
 
 def facts_from_properties(text: str) -> DeviceFacts:

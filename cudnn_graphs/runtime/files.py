@@ -76,7 +76,7 @@ def read_checked(path: Path) -> tuple[bytes, dict[str, Any]] | None:
         return read_record(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         log.warning("ignored a damaged cache entry %s: %s", path, error)
         return None
 

@@ -77,6 +77,11 @@ def nvrtc_version() -> tuple[int, int]:
     return tuple(nvrtc.getVersion())
 
 
+def _no_cache() -> tuple[str, ...]:
+    """NVRTC's own cache answers without ptxas' log, where registers and spills are read: our cubin cache replaces it."""
+    return ("-no-cache",) if nvrtc_version() >= (12, 8) else ()
+
+
 def source_digest(source: KernelSource) -> str:
     """sha256 over the instantiation and every file it includes: what a cubin is keyed by, with arch and compiler."""
     digest = hashlib.sha256(source.text.encode())
@@ -92,7 +97,7 @@ def compile_cubin(source: KernelSource, arch: str) -> Cubin:
     program = nvrtc.createProgram(source.text, f"{source.entry}.cu", [_read(n).encode() for n in names], [n.encode() for n in names])
     try:
         try:
-            nvrtc.compileProgram(program, [f"--gpu-architecture={arch}", *OPTIONS])
+            nvrtc.compileProgram(program, [f"--gpu-architecture={arch}", *OPTIONS, *_no_cache()])
         except nvrtc.NVRTCError as error:
             raise RuntimeError(f"NVRTC could not compile {source.entry} for {arch}:\n{nvrtc.getProgramLog(program)}") from error
         log = nvrtc.getProgramLog(program)

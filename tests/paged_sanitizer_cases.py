@@ -1,4 +1,4 @@
-"""Small launches of every kernel for compute-sanitizer: `compute-sanitizer python tests/sanitizer_cases.py`. Not a pytest file."""
+"""Small launches of every kernel for compute-sanitizer: `compute-sanitizer python tests/paged_sanitizer_cases.py`. Not a pytest file."""
 
 from __future__ import annotations
 

@@ -1,0 +1,87 @@
+"""The two small kernels around an attention over a share of the keys: which blocks this rank holds, and the merge of all ranks' parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import struct
+from collections.abc import Iterable
+
+import torch
+
+from ..arguments import PagedArguments
+from ..errors import CaptureError, problem
+from ..reference.held_blocks import keep_held_blocks
+from ..runtime.cubins import CubinCache
+from ..runtime.devices import DeviceFacts
+from ..runtime.launch import LoadedKernel
+from ..runtime.nvrtc import KernelSource
+from ..runtime.streams import current_raw_stream, is_capturing, on_device
+from .paged_launch import pack_params
+
+CUDA_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}     # names in kernels/common/numeric.cuh
+_MERGE_WARPS = 4                # kGatheredWarps in kernels/portable/merge_gathered.cuh
+_MERGE = struct.Struct("<3Q6q3i4x")     # MergeGatheredParams
+
+@functools.cache
+def held_source(rows: int) -> KernelSource:
+    """One warp where a (request, head) has one row, as in decoding: all its CTAs then run at once."""
+    threads = 32 if rows == 1 else 1024
+    entry = f"paged_held_blocks_{threads}"
+    return KernelSource(entry, f"""#include "portable/held_blocks.cuh"
+extern "C" __global__ void __launch_bounds__({threads}) {entry}(const __grid_constant__ PagedParams p, i32* indptr, i32* indices) {{
+    keep_held_blocks<{threads}>(p, indptr, indices);
+}}
+""", threads=threads)
+
+
+@functools.cache
+def merge_source(dtype: torch.dtype, head_dim: int) -> KernelSource:
+    entry = f"merge_gathered_{CUDA_TYPES[dtype]}_d{head_dim}"
+    return KernelSource(entry, f"""#include "portable/merge_gathered.cuh"
+extern "C" __global__ void __launch_bounds__({32 * _MERGE_WARPS}) {entry}(const __grid_constant__ MergeGatheredParams p) {{
+    merge_gathered<{CUDA_TYPES[dtype]}, {head_dim}>(p);
+}}
+""", threads=32 * _MERGE_WARPS)
+
+
+def load_kernels(sources: Iterable[KernelSource], device: DeviceFacts, cubins: CubinCache) -> None:
+    """Have them ready, so that a later call may be captured. Nothing to do on a CPU."""
+    if device.kind == "cuda":
+        for source in sources:
+            _kernel(source, device, cubins)
+
+
+def with_held_blocks(arguments: PagedArguments, device: DeviceFacts, cubins: CubinCache) -> PagedArguments:
+    """The same call with only those blocks listed whose first page is not negative in its page table: see reference/held_blocks.py.
+
+    No host copy; the new lists have a fixed size, max_blocks_per_row entries a row.
+    """
+    indptr = torch.empty_like(arguments.block_indptr)
+    batch, heads, ends = indptr.shape
+    indices = torch.empty(batch * heads * (ends - 1) * arguments.max_blocks_per_row, dtype=torch.int32, device=indptr.device)
+    if device.kind == "cpu":
+        keep_held_blocks(arguments, indptr, indices)
+    else:
+        with on_device(device):
+            params = (pack_params(arguments), struct.pack("<Q", indptr.data_ptr()), struct.pack("<Q", indices.data_ptr()))
+            _kernel(held_source(ends - 1), device, cubins).launch((batch * heads, 1, 1), params, current_raw_stream(device))
+    return dataclasses.replace(arguments, block_indptr=indptr, block_indices=indices)
+
+
+def merge_gathered(parts: torch.Tensor, lse_offset: int, out: torch.Tensor, lse: torch.Tensor | None, device: DeviceFacts, cubins: CubinCache) -> None:
+    """parts uint8 [N, part_bytes], as kernels/portable/merge_gathered.cuh says, into out [B, S, H, D] or [S, H, D] and lse [..., H, S]."""
+    *_, seq_len, heads, head_dim = out.shape
+    stride_b = out.stride(0) if out.dim() == 4 else 0
+    items = out.numel() // head_dim
+    params = _MERGE.pack(parts.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), parts.stride(0), lse_offset,
+                         stride_b, out.stride(-3), out.stride(-2), items, seq_len, heads, parts.shape[0])
+    with on_device(device):
+        _kernel(merge_source(out.dtype, head_dim), device, cubins).launch((-(-items // _MERGE_WARPS), 1, 1), (params,), current_raw_stream(device))
+
+
+@functools.cache
+def _kernel(source: KernelSource, device: DeviceFacts, cubins: CubinCache) -> LoadedKernel:
+    if is_capturing(device):
+        raise CaptureError(problem(source.entry, "a first call under CUDA graph capture", "a loaded kernel", "run once before the capture"))
+    return LoadedKernel(cubins.get(source, device.arch), source.entry, device.torch_device.index)

@@ -1,0 +1,168 @@
+"""The `sm90` engine's design for paged block-sparse attention: kernels/sm90/paged_attention.cuh, wgmma and bulk tensor copies."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..arguments import PagedArguments
+from ..descriptor import SparseBlockDescriptor
+from ..runtime.devices import DeviceFacts
+from ..runtime.launch import LoadedKernel
+from ..runtime.nvrtc import KernelSource
+from .paged_launch import CUDA_TYPES, pack_params
+
+_SPLITS = (1, 2, 4, 8)          # blocks of a portable cluster
+_ROW_COST = 3                   # of an item, in key tiles: reading the list, first copies, the store
+_MAX_TENSOR_MAPS = 64           # kept per plan
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One block's work: the numbers of `PagedPlan` in kernels/sm90/paged_plan.cuh, and how many blocks are launched."""
+
+    consumers: int              # warpgroups of 64 packed query rows
+    keys: int                   # of one K or V tile
+    stages: int                 # tiles in each of the two rings
+    queries_in_registers: bool
+    blocks_per_sm: int
+    persistent: bool            # blocks walk over items, so that loads of the next overlap the store of the last
+    splits: int = 1             # blocks of one cluster that share a row's list
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.consumers + 1)
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Queries, rings, and 1 KB or 2 KB of barriers and notes."""
+        return 2 * head_dim * (self.rows + 2 * self.stages * self.keys) + (1024 if self.blocks_per_sm == 2 else 2048)
+
+
+# head_dim -> tile. Wide: two warpgroups share the rings. Narrow: two such blocks per SM, or one where registers allow no more.
+WIDE = {64: Tile(2, 128, 6, True, 1, True), 128: Tile(2, 128, 3, True, 1, True), 256: Tile(2, 64, 2, False, 1, True)}
+NARROW = {64: Tile(1, 128, 3, True, 2, True), 128: Tile(1, 64, 3, True, 2, True), 256: Tile(1, 64, 3, False, 1, True)}
+WIDE_BOTH_MASKS = WIDE | {128: Tile(2, 128, 3, False, 1, True)}     # queries in registers too would spill
+_WIDE_RATE, _NARROW_RATE = 697, 558     # TFLOPS measured at D 128 (P3, P2): narrow tiles read K and V from L2 twice as often
+
+
+def _packed_rows(descriptor: SparseBlockDescriptor) -> int:
+    assert descriptor.seq_len_q is not None
+    return min(descriptor.q_block_size, descriptor.seq_len_q) * descriptor.group
+
+
+def _items(descriptor: SparseBlockDescriptor, tile: Tile) -> int:
+    return descriptor.batch_size * descriptor.num_kv_heads * descriptor.rows_per_head * -(-_packed_rows(descriptor) // tile.rows)
+
+
+def _splits(items: int, tiles: int, sm_count: int, blocks_per_sm: int) -> int:
+    """Blocks that share a row, from static capacities alone: the least time in key tiles walked one after the other.
+
+    Clusters do not pack the device: 64 clusters of 4 took 54 us where 64 clusters of 2 took 40, so one of their blocks is counted per SM.
+    """
+    def cost(splits: int) -> int:
+        slots = sm_count * (blocks_per_sm if splits == 1 else 1)
+        return -(-items * splits // slots) * (-(-tiles // splits) + _ROW_COST)
+    return min(_SPLITS, key=cost)
+
+
+def choose_tile(descriptor: SparseBlockDescriptor, device: DeviceFacts) -> Tile:
+    """Wide tiles where they fill the device and waste little of their rows; else narrow ones, split over clusters when rows are few."""
+    assert descriptor.max_seq_len_kv is not None
+    wides = WIDE_BOTH_MASKS if {"causal", "valid_bits"} <= descriptor.masks else WIDE
+    rows, wide, narrow = _packed_rows(descriptor), wides[descriptor.head_dim], NARROW[descriptor.head_dim]
+    time = {tile: -(-rows // tile.rows) * tile.rows / rate for tile, rate in ((wide, _WIDE_RATE), (narrow, _NARROW_RATE))}
+    if rows > narrow.rows and time[wide] <= time[narrow] and 4 * _items(descriptor, wide) >= 3 * device.sm_count:
+        return wide
+    spans = descriptor.max_spans_per_row or -(-descriptor.max_seq_len_kv // descriptor.span_tokens)
+    tiles = -(-spans * descriptor.span_tokens // narrow.keys)
+    splits = _splits(_items(descriptor, narrow), tiles, device.sm_count, narrow.blocks_per_sm)
+    return Tile(**asdict(narrow) | {"splits": splits})
+
+
+def box_tokens(descriptor: SparseBlockDescriptor) -> int:
+    """Tokens of one copy: neighbours in one page and in one block."""
+    assert descriptor.page_size is not None
+    return math.gcd(math.gcd(descriptor.page_size, descriptor.span_tokens), 64)
+
+
+def _source(descriptor: SparseBlockDescriptor, tile: Tile, box: int) -> KernelSource:
+    dtype, d = CUDA_TYPES[descriptor.qk_dtype], descriptor.head_dim
+    masks = [name for name in ("causal", "valid_bits") if name in descriptor.masks]
+    entry = "_".join(["sm90_paged", dtype, f"d{d}", f"m{tile.rows}", f"box{box}", *masks, *([f"split{tile.splits}"] if tile.splits > 1 else [])])
+    flags = ["causal" in masks, "valid_bits" in masks, tile.queries_in_registers]
+    plan = ", ".join([dtype, *map(str, (d, tile.consumers, tile.keys, box, tile.stages)), *(str(flag).lower() for flag in flags),
+                      str(tile.splits), str(tile.blocks_per_sm)])
+    cluster = f"__cluster_dims__({tile.splits}, 1, 1) " if tile.splits > 1 else ""
+    text = f"""#include "sm90/paged_attention.cuh"
+using Plan = PagedPlan<{plan}>;
+static_assert(sizeof(PagedMemory<Plan>) <= {tile.smem_bytes(d)} && Plan::kThreads == {tile.threads}, "Tile and PagedPlan disagree");
+extern "C" __global__ void {cluster}__launch_bounds__({tile.threads}, {tile.blocks_per_sm}) {entry}(
+    const __grid_constant__ PagedParams p, const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values) {{
+    paged_attention<Plan>(p, keys, values);
+}}
+"""
+    return KernelSource(entry, text, threads=tile.threads, smem_bytes=tile.smem_bytes(d))
+
+
+def encode_tensor_map(cache: torch.Tensor, box: int) -> bytes:
+    """The 128 bytes by which the copy engine finds boxes of `box` tokens x 64 elements in K or V `[P, Hkv, page, D]`."""
+    from cuda.bindings import driver as cuda
+    pages, heads, page_size, head_dim = cache.shape
+    page_stride = cache.stride(0) if pages > 1 else heads * page_size * head_dim
+    types = cuda.CUtensorMapDataType
+    status, tensor_map = cuda.cuTensorMapEncodeTiled(
+        types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if cache.dtype is torch.bfloat16 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, cache.data_ptr(),
+        [cuda.cuuint64_t(n) for n in (head_dim, page_size, heads, pages)],
+        [cuda.cuuint64_t(2 * n) for n in (head_dim, page_size * head_dim, page_stride)],
+        [cuda.cuuint32_t(n) for n in (64, box, 1, 1)], [cuda.cuuint32_t(1)] * 4,
+        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B, cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+    if status != cuda.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"tensor map: got {status} for a cache of shape {tuple(cache.shape)}, strides {cache.stride()}; need 16-byte aligned pages")
+    return ctypes.string_at(tensor_map.getPtr(), 128)
+
+
+class Sm90PagedDesign:
+    """One launch, whatever the split: the blocks of a cluster merge their shares through shared memory, so no workspace."""
+
+    workspace_bytes = 0
+
+    def __init__(self, descriptor: SparseBlockDescriptor, device: DeviceFacts, config: Tile | None = None) -> None:
+        self.tile = config or choose_tile(descriptor, device)
+        self.box = box_tokens(descriptor)
+        self.kernels: Mapping[str, KernelSource] = {"attention": _source(descriptor, self.tile, self.box)}
+        self.config: dict[str, Any] = asdict(self.tile) | {"rows": self.tile.rows, "box": self.box}
+        self._slots = device.sm_count * self.tile.blocks_per_sm
+        self._maps: dict[tuple[int, ...], tuple[bytes, bytes]] = {}     # dict operations are atomic: plans are shared by threads
+
+    def _tensor_maps(self, k: torch.Tensor, v: torch.Tensor) -> tuple[bytes, bytes]:
+        key = (k.data_ptr(), v.data_ptr(), k.shape[0], k.shape[1], k.stride(0), v.stride(0))
+        maps = self._maps.get(key)
+        if maps is None:
+            if len(self._maps) >= _MAX_TENSOR_MAPS:
+                self._maps.clear()
+            maps = self._maps[key] = encode_tensor_map(k, self.box), encode_tensor_map(v, self.box)
+        return maps
+
+    def launch(self, kernels: Mapping[str, LoadedKernel], arguments: PagedArguments, workspace: int, stream: int) -> None:
+        a, tile = arguments, self.tile
+        batch, seq_len_q, num_qo_heads, _ = a.q.shape
+        num_kv_heads = a.k.shape[1]
+        m_tiles = -(-min(a.q_block_size, seq_len_q) * (num_qo_heads // num_kv_heads) // tile.rows)
+        items = batch * num_kv_heads * (a.block_indptr.shape[2] - 1) * m_tiles
+        blocks = min(items, self._slots) if tile.persistent and tile.splits == 1 else items * tile.splits
+        kernels["attention"].launch((blocks, 1, 1), (pack_params(a, num_splits=tile.splits), *self._tensor_maps(a.k, a.v)), stream)
+
+
+def design_sm90_paged(descriptor: SparseBlockDescriptor, device: DeviceFacts, config: Tile | None = None) -> Sm90PagedDesign:
+    """The design that serves any descriptor of kind csr/paged. `config` overrides the tile for tuning."""
+    return Sm90PagedDesign(descriptor, device, config)

@@ -1,0 +1,77 @@
+"""Sage block-sparse attention for Hopper: INT8 and FP8 wgmma, keys and values by bulk tensor copies."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..arguments import SageArguments
+from ..descriptor import SparseBlockDescriptor
+from ..runtime.devices import DeviceFacts
+from ..runtime.launch import LoadedKernel
+from ..runtime.nvrtc import KernelSource
+from .sage_launch import pack_params
+
+THREADS, CONSUMERS, STAGES = 384, 2, 6                  # SagePlan of kernels/sm90/sage_plan.cuh
+SMEM_BYTES = 2 * (2 + 2 * STAGES) * 8192 + 3072         # SageMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Sm90SageDesign:
+    kernels: Mapping[str, KernelSource]
+    config: dict[str, Any]
+    natural: bool
+    sm_count: int
+    workspace_bytes: int = 0
+
+    def launch(self, kernels: Mapping[str, LoadedKernel], arguments: SageArguments, workspace: int, stream: int) -> None:
+        batch, heads, rows, _ = arguments.block_index.shape
+        all_heads = batch * heads
+        maps = (rows_map(arguments.q.data_ptr(), all_heads * arguments.q.shape[2], False),
+                rows_map(arguments.k.data_ptr(), all_heads * arguments.k.shape[2], self.natural),
+                channels_map(arguments.v.data_ptr(), all_heads, arguments.v.shape[3]))
+        grid = min(-(-all_heads * rows // CONSUMERS), self.sm_count)
+        kernels["attend"].launch((grid, 1, 1), (pack_params(arguments), b"".join(maps)), stream)
+
+
+def design_sm90_sage(descriptor: SparseBlockDescriptor, device: DeviceFacts) -> Sm90SageDesign:
+    natural = descriptor.v_layout == "natural"
+    entry = f"sm90_sage_{descriptor.v_layout}"
+    text = f"""#include "sm90/sage_attention.cuh"
+extern "C" __global__ void __launch_bounds__({THREADS}, 1) {entry}(const __grid_constant__ SageParams p, const __grid_constant__ SageMaps maps) {{
+    static_assert(SagePlan::kThreads == {THREADS} && SagePlan::kStages == {STAGES} && sizeof(SageMemory) == {SMEM_BYTES});
+    sage_attention<{str(not natural).lower()}>(p, maps);
+}}
+"""
+    return Sm90SageDesign({"attend": KernelSource(entry, text, THREADS, SMEM_BYTES)},
+                          {"tile": [64, 64], "rows_in_flight": CONSUMERS, "stages": STAGES}, natural, device.sm_count)
+
+
+@functools.lru_cache(maxsize=1024)
+def rows_map(pointer: int, rows: int, permuted: bool) -> bytes:
+    """Q or K of all heads as rows of 128 bytes; a box is 64 rows from any row on, permuted for natural V as SageTile says."""
+    if not permuted:
+        return _encode(pointer, (128, rows), (128,), (128, 64), 128)
+    return _encode(pointer, (128, rows, 4, 2, 4), (128, 4 * 128, 2 * 128, 16 * 128), (128, 2, 4, 2, 4), 128)
+
+
+@functools.lru_cache(maxsize=1024)
+def channels_map(pointer: int, heads: int, padded: int) -> bytes:
+    """V of all heads as rows of `padded` tokens; a box is one block of 64 tokens, all 128 channels."""
+    return _encode(pointer, (padded, heads * 128), (padded,), (64, 128), 64)
+
+
+def _encode(pointer: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int) -> bytes:
+    """A tensor map over bytes. strides: of every dimension but the first."""
+    from cuda.bindings import driver as cuda
+    as_u64, as_u32 = cuda.cuuint64_t, cuda.cuuint32_t
+    status, tensor_map = cuda.cuTensorMapEncodeTiled(
+        cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, len(dims), pointer, [as_u64(d) for d in dims], [as_u64(s) for s in strides],
+        [as_u32(b) for b in box], [as_u32(1)] * len(dims), cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B"), cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+    if status != cuda.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"tensor map: got {dims} with strides {strides} at {pointer:#x}; need one the driver encodes; {status}")
+    return b"".join(int(word).to_bytes(8, "little") for word in tensor_map.opaque)
