@@ -51,8 +51,8 @@ def block_sparse_attention_with_paged_kv_cache(
     checks.tensor("q", q)
     facts = device_facts(q.device)
     store = default_store() if store is None else store
-    widest = PagedBlockSparseSignature(**_call_facts(q, paged_kv_cache, block_indptr, block_tables, q_block_size, kv_block_size, max_seq_len_kv,
-                                                     kv_valid_bits, mask_type, return_lse))
+    widest = PagedBlockSparseSignature(**call_facts(q, paged_kv_cache, block_indptr, block_tables, q_block_size, kv_block_size, max_seq_len_kv,
+                                                    kv_valid_bits, mask_type, return_lse))
     arguments = widest.bind(facts, q, paged_kv_cache, paged_kv_indptr, paged_kv_indices, seq_lens_kv, block_indptr, block_indices,
                             block_tables=block_tables, kv_valid_bits=kv_valid_bits, sm_scale=sm_scale, out=out)
     found = inspect_paged(arguments, facts, store.cubins)
@@ -123,8 +123,8 @@ def _dtype_name(q_dtype: torch.dtype, kv_dtype: torch.dtype | None, o_dtype: tor
     raise ValueError(problem("q_data_type", q_dtype, "torch.bfloat16 or torch.float16", "convert q and the cache"))
 
 
-def _call_facts(q: torch.Tensor, cache: Any, block_indptr: Any, block_tables: Any, q_block_size: int, kv_block_size: int, max_seq_len_kv: int,
-                valid_bits: Any, mask_type: str, return_lse: bool) -> dict[str, Any]:
+def call_facts(q: torch.Tensor, cache: Any, block_indptr: Any, block_tables: Any, q_block_size: int, kv_block_size: int, max_seq_len_kv: int,
+               valid_bits: Any, mask_type: str, return_lse: bool) -> dict[str, Any]:
     """The signature fields of one call, read off its tensors as far as they have the right rank."""
     combined = isinstance(cache, torch.Tensor)
     if not combined and not (isinstance(cache, (tuple, list)) and len(cache) == 2):

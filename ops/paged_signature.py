@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -64,9 +64,8 @@ class PagedBlockSparseSignature(Signature):
         checks.one_of("kv_layout", self.kv_layout, ("tuple", "combined"))
         checks.one_of("page_table", self.page_table, ("indptr", "block_tables"))
         self._check_surface()
-        blocks = -(-self.max_seq_len_kv // self.kv_block_size)
         if self.max_blocks_per_row is None:
-            object.__setattr__(self, "max_blocks_per_row", blocks)
+            object.__setattr__(self, "max_blocks_per_row", self.all_blocks)
         else:
             checks.integer("max_blocks_per_row", self.max_blocks_per_row)
         if self.page_stride is not None:
@@ -95,6 +94,17 @@ class PagedBlockSparseSignature(Signature):
             object.__setattr__(self, "page_stride", None)
         elif stride < self.compact_page_stride or stride % 8:
             raise ValueError(problem("page_stride", stride, f"a multiple of 8 elements from {self.compact_page_stride}", "pad pages in whole 16-byte units"))
+
+    def replace(self, **changes: Any) -> Self:
+        """A changed copy. One that listed every block lists every block of the new sizes, unless max_blocks_per_row is named."""
+        if self.max_blocks_per_row == self.all_blocks:
+            changes = {"max_blocks_per_row": None, **changes}
+        return super().replace(**changes)
+
+    @property
+    def all_blocks(self) -> int:
+        """Blocks of a request of max_seq_len_kv tokens."""
+        return -(-self.max_seq_len_kv // self.kv_block_size)
 
     @property
     def packed_rows(self) -> int:
