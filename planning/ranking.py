@@ -1,7 +1,7 @@
 """Which engine is picked when none is named: a fixed table, so that the same call always picks the same one.
 
-The order of a measured device comes from `scripts/bench.py` (tests/gpu_report.json); every other device
-takes `UNMEASURED`. Nothing is ever timed at run time.
+The order of a measured device comes from runs of `scripts/bench.py` on it; every other device takes
+`UNMEASURED`. Nothing is ever timed at run time.
 """
 
 from __future__ import annotations

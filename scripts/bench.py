@@ -23,7 +23,7 @@ import torch
 from bench_paged import PAGED
 from bench_qsa import QSA
 from bench_sage import SAGE
-from bench_workload import Unavailable, Workload
+from bench_workload import Unavailable, Workload, milliseconds
 from rich.console import Console
 from rich.table import Table
 
@@ -33,8 +33,8 @@ from cudnn_graphs.planning import ENGINES
 WORKLOADS: dict[str, Workload] = {**PAGED, **SAGE, **QSA}
 
 
-def capture(run: Callable[[], Any]) -> Callable[[], None]:
-    """`run` as one CUDA graph replay, so that host time and allocation stay out of the figure; as it is where capture fails."""
+def capture(run: Callable[[], Any]) -> tuple[Callable[[], None], bool]:
+    """`run` as one CUDA graph replay, so that host time and allocation stay out of the figure; where capture fails as it is, and False."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -48,22 +48,12 @@ def capture(run: Callable[[], Any]) -> Callable[[], None]:
             run()
     except Exception:  # noqa: BLE001 - a peer that cannot be captured is timed eagerly
         torch.cuda.synchronize()
-        return lambda: (run(), None)[1]
+        return lambda: (run(), None)[1], False
 
     def replay() -> None:
         graph.replay()
     replay.keeps = run      # type: ignore[attr-defined]  # the graph reads tensors that only `run` holds
-    return replay
-
-
-def milliseconds(run: Callable[[], None], count: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(count):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / count
+    return replay, True
 
 
 def interleaved(runs: dict[str, Callable[[], None]], seconds: float) -> dict[str, float]:
@@ -87,7 +77,7 @@ def machine_limits() -> dict[str, float]:
     one = torch.ones((), device="cuda")
     runs = {"matmul": lambda: a @ b, "fp8": lambda: torch._scaled_mm(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16),
             "copy": lambda: torch.mul(half, 1, out=other), "read": lambda: data.sum()}
-    ms = interleaved({name: capture(run) for name, run in runs.items()}, 0.3)
+    ms = interleaved({name: capture(run)[0] for name, run in runs.items()}, 0.3)
     return {"matmul_tflops": 2 * 8192**3 / ms["matmul"] / 1e9, "fp8_tflops": 2 * 8192**3 / ms["fp8"] / 1e9,
             "copy_tb_s": 2 * half.nbytes / ms["copy"] / 1e9, "read_tb_s": data.nbytes / ms["read"] / 1e9}
 
@@ -113,7 +103,7 @@ def bench_workload(w: Workload, engines: list[str], peers: bool, seconds: float)
 
 
 def _contender(w: Workload, make: Callable[[], Any], runs: dict[str, Callable[[], None]], name: str) -> dict[str, Any]:
-    """Make, check and capture one contender. Whatever goes wrong is its row's note."""
+    """Make, check and capture one contender. Its row says why it "declined", or how it "failed": a wrong answer, an exception."""
     try:
         run = make()
         w.t["out"].fill_(float("nan"))
@@ -124,14 +114,19 @@ def _contender(w: Workload, make: Callable[[], Any], runs: dict[str, Callable[[]
         else:
             overall, worst = w.worst_error(run.like_q(out) if hasattr(run, "like_q") else out)
             if not worst <= w.worst_row:
-                return {"note": f"wrong: relative L2 {overall:.1e}, worst row {worst:.1e}"}
-        runs[name] = capture(run)
-        return {"relative_l2": overall, "worst_row": worst}
+                return {"failed": f"wrong: relative L2 {overall:.1e}, worst row {worst:.1e}"}
+        runs[name], captured = capture(run)
+        return {"relative_l2": overall, "worst_row": worst, "captured": captured}
     except (Unavailable, NotImplementedError) as reason:
-        return {"note": str(reason)[:160]}
+        return {"declined": str(reason)[:160]}
     except Exception as error:  # noqa: BLE001 - one contender must not end the benchmark
-        torch.cuda.synchronize()
-        return {"note": f"failed: {type(error).__name__}: {error}"[:200]}
+        return {"failed": f"{type(error).__name__}: {error}"[:200]}
+
+
+def failures(result: dict[str, Any]) -> list[str]:
+    """Where an engine of ours was wrong or raised; a peer may."""
+    return [f"{bench['workload']} on {name}: {row['failed']}" for bench in result["workloads"] for name, row in bench["contenders"].items()
+            if "failed" in row and not row.get("peer")]
 
 
 def host_costs() -> dict[str, Any]:
@@ -186,9 +181,9 @@ def show(result: dict[str, Any], console: Console) -> None:
             table.add_column(column, justify="left" if column == "contender" else "right")
         unit, limit = "tflops" if bench["bound"] == "compute" else "tb_s", result["limits"][bench["limit"]]
         for name, row in bench["contenders"].items():
-            label = f"{name} (peer)" if row.get("peer") else name
+            label = name + " (peer)" * row.get("peer", False) + " (no graph)" * (not row.get("captured", True))
             if "ms" not in row:
-                table.add_row(label, "-", "-", "-", "-", "-", row.get("note", "")[:60])
+                table.add_row(label, "-", "-", "-", "-", "-", row.get("failed", row.get("declined", ""))[:60])
                 continue
             ratio = f"{row['ratio_to_best_peer']:.2f}" if "ratio_to_best_peer" in row else "none"
             worst = "-" if row.get("worst_row") is None else f"{row['worst_row']:.1e}"
@@ -251,4 +246,4 @@ def main(argv: list[str] | None = None, kept: Callable[[dict[str, Any]], None] |
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit("\n".join(failures(main())) or None)

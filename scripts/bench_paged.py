@@ -29,7 +29,6 @@ class PagedWorkload(Workload):
     bound: str = "compute"
     head_dim: int = 128
     t: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
-    worst_row = 1e-2
 
     @property
     def rows(self) -> int:

@@ -41,7 +41,7 @@ def prepare(w: Any) -> Any:
     tokens = torch.zeros(w.tokens, width, dtype=torch.int32, device="cuda")
     for query in range(0, w.tokens, 1024):
         part = t["selected"][query:query + 1024].bool()
-        order = (~part).to(torch.uint8).argsort(1, stable=True)[:, :width // 4]
+        order = (~part).to(torch.uint8).argsort(dim=1, stable=True)[:, :width // 4]
         number = part.sum(1, dtype=torch.int32)
         listed = (4 * order[:, :, None] + torch.arange(4, device="cuda")).flatten(1).int()
         tokens[query:query + 1024] = listed

@@ -63,6 +63,17 @@ class Workload(ABC):
         return {}
 
 
+def milliseconds(run: Callable[[], Any], count: int) -> float:
+    """Of one call, as the GPU sees `count` of them in a row."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(count):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / count
+
+
 def sampled_error(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
     """Of (got, want) pairs [..., D]: relative L2 over all rows and in the worst; infinite where an empty row is not zero."""
     error = torch.cat([(got.double() - want).square().sum(-1).flatten() for got, want in pairs])

@@ -18,7 +18,7 @@ def source_digests() -> dict[str, str]:
 
 
 def pending() -> dict[str, str]:
-    """Sources named as not yet proven on a GPU, each with its reason: lines `path: why` of gpu_pending.txt."""
+    """What is not yet proven on a GPU (a source, a section of the report, a file of tests), each with its reason: lines `path: why` of gpu_pending.txt."""
     lines = PENDING.read_text().splitlines() if PENDING.exists() else []
     named = (line.partition(":") for line in lines if line.strip() and not line.startswith("#"))
     return {path.strip(): why.strip() for path, _, why in named}

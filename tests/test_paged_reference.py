@@ -203,6 +203,14 @@ def test_a_bad_row_is_zero_and_changes_nothing_else(store, mask_type, page_table
     assert_only_bad_rows_changed(case, rows, clean, once(broken))
 
 
+def test_an_id_that_begins_at_the_length_is_outside_it(store):
+    """A length of whole blocks: no token of block 6 is live, and its row is bad, not just shorter."""
+    case = clean_case(lens=[96, 75])
+    clean = run(store, case)
+    broken, rows = break_row(case, "id past the length")
+    assert_only_bad_rows_changed(case, rows, clean, run(store, broken))
+
+
 def test_unsorted_and_repeated_ids_are_memory_safe(store):
     case = clean_case()
     case.block_indices[3:-1] = case.block_indices[3:-1].flip(0).clamp(max=4)

@@ -91,6 +91,8 @@ def test_select_blocks_takes_the_best_and_enough():
             weights = scores[0, h, r, chosen]
             assert weights.sum() >= 0.7 - 1e-6 and weights.sum() - weights.min() < 0.7 and chosen.tolist() == sorted(set(chosen.tolist()))
     assert (select_blocks(q, k, top_p=1e-6)[1] == 1).all() and (select_blocks(q, k, top_k=2, top_p=1.0)[1] == 2).all()
+    assert (select_blocks(q * 0, k[:, :, :256], top_p=0.5)[1] == 2).all(), "two of four equal scores sum to exactly half"
+    assert (select_blocks(q * float("nan"), k, top_p=0.5)[1] == 1).all(), "at least one, whatever the scores"
     for bad in (dict(), dict(top_k=0), dict(top_k=6), dict(top_p=0.0), dict(top_p=1.5)):
         with pytest.raises(ValueError):
             select_blocks(q, k, **bad)

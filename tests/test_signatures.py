@@ -125,3 +125,10 @@ def test_lowering_keeps_every_fact():
     assert (lowered.max_spans_per_row, lowered.page_stride, lowered.shared_pattern, lowered.page_table) == (512, 2**20, True, "block_tables")
     assert (lowered.return_lse, lowered.assume_finite, lowered.qk_dtype, lowered.masks) == (True, True, "bfloat16", {"length"})
     assert json.loads(json.dumps(lowered.to_json()))["masks"] == ["length"]
+
+
+def test_replace_keeps_every_block_every_block():
+    signature = PagedBlockSparseSignature(1, 1, 1024, 8, 1, 64, 1, 64, 64)
+    assert signature.replace(max_seq_len_kv=2048).max_blocks_per_row == 32
+    assert signature.replace(max_seq_len_kv=2048, max_blocks_per_row=5).max_blocks_per_row == 5
+    assert signature.replace(max_blocks_per_row=5).replace(max_seq_len_kv=2048).max_blocks_per_row == 5

@@ -1,4 +1,4 @@
-"""Which blocks of a paged call a shard of its cache holds, in torch: the CPU's half of engines/held_blocks.py."""
+"""Which blocks of a paged call a shard of its cache holds, in torch: what kernels/portable/held_blocks.cuh does on a GPU."""
 
 from __future__ import annotations
 
