@@ -12,13 +12,15 @@ import sys
 import torch
 from rich.console import Console
 
-from .ops import PagedBlockSparseSignature
+from .ops import PagedBlockSparseSignature, QuerySparseSignature, SageBlockSparseSignature
 from .planning import inspect
 from .planning.machine import machine_report, machine_tables
 
 PLAIN = (
     PagedBlockSparseSignature(batch_size=1, seq_len_q=64, max_seq_len_kv=1024, num_qo_heads=8, num_kv_heads=1, head_dim=128, q_block_size=64,
                               kv_block_size=64, page_size=64),
+    SageBlockSparseSignature(batch_size=1, num_heads=1, seq_len_q=64, seq_len_k=1024, capacity=4),
+    QuerySparseSignature(num_qo_heads=12, num_kv_heads=1),
 )
 
 

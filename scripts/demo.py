@@ -1,18 +1,25 @@
-"""A small serving loop: plans at startup, one request prefilled in chunks, then decode steps of a batch of four.
+"""A small serving loop: plans at startup, one request prefilled in chunks, then decode steps of a batch of four. Then the other two
+operations: Sage attention over a video-like latent, with a picture of the blocks selected, and query-sparse attention over a packed batch.
 
-Run by scripts/demo, or by any Python that has cudnn_graphs: python scripts/demo.py [--store DIR] [--plans-only]
+Run by scripts/demo, or by any Python that has cudnn_graphs: python scripts/demo.py [--store DIR] [--picture FILE] [--plans-only]
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 import torch
 from demo_activations import HEAD_DIM, HEADS, Activations, load_activations
 from demo_cache import PagedCache
 from demo_exact import causal_mask, error, exact_attention, listed_mask
+from demo_qsa import SIGNATURE as QSA
+from demo_qsa import demo_qsa
+from demo_sage import SIGNATURE as SAGE
+from demo_sage import demo_sage
 from demo_selection import select_blocks
+from demo_timing import timed
 from rich.console import Console
 
 from cudnn_graphs import PagedBlockSparseSignature, Plan, PlanStore, default_store
@@ -34,6 +41,7 @@ PREFILL = DECODE.replace(batch_size=1, seq_len_q=CHUNK, q_block_size=64)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", metavar="DIR", help="the plan store; default: the library's own")
+    parser.add_argument("--picture", type=Path, default=Path("sage_blocks.png"), metavar="FILE", help="the block map as PNG; default: %(default)s")
     parser.add_argument("--plans-only", action="store_true", help="build or find the plans, say which, and stop")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -41,7 +49,7 @@ def main() -> None:
     store = PlanStore(options.store) if options.store else default_store()
 
     start = time.perf_counter()
-    decode, prefill = store.build([DECODE, PREFILL], progress=True)
+    decode, prefill, sage, qsa = store.build([DECODE, PREFILL, SAGE, QSA], progress=True)
     store.freeze()                      # from here a plan that is missing is an error, not a compile
     milliseconds = 1e3 * (time.perf_counter() - start)
     stats = store.stats()
@@ -56,7 +64,10 @@ def main() -> None:
     serve(decode, prefill, streams, steps)
     console.print(steps.table)
     console.print("Errors are relative L2. same keys: against exact attention over the selected blocks. all keys: against full attention "
-                  "over the whole cache. random: that with as many blocks picked at random.\n")
+                  "over the whole cache. random: that with as many blocks picked at random.")
+    demo_sage(sage, console, options.picture)
+    demo_qsa(qsa, console)
+    console.print()
     console.print(plans_table(store.entries()))
     console.print("Store since startup: " + ", ".join(f"{name} {value:.3g}" for name, value in store.stats().to_json().items()))
 
@@ -103,16 +114,7 @@ def attend(plan: Plan, cache: PagedCache, requests: list[int], q: torch.Tensor, 
     """The attention itself: out like q, and its milliseconds."""
     block_indptr, block_indices = blocks
     tables, lengths = cache.block_tables[requests], cache.seq_lens(requests)
-    synchronize(q)
-    start = time.perf_counter()
-    out = plan.run(q, (cache.k, cache.v), None, None, lengths, block_indptr, block_indices, block_tables=tables)
-    synchronize(q)
-    return out, 1e3 * (time.perf_counter() - start)
-
-
-def synchronize(q: torch.Tensor) -> None:
-    if q.is_cuda:
-        torch.cuda.synchronize(q.device)
+    return timed(q.device, lambda: plan.run(q, (cache.k, cache.v), None, None, lengths, block_indptr, block_indices, block_tables=tables))
 
 
 if __name__ == "__main__":
