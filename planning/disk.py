@@ -26,6 +26,7 @@ FORMAT = 1
 
 
 LISTED = {"key": str, "label": str, "engine": str, "device": dict, "signature": dict, "created": float, "build_seconds": float, "payload_bytes": int}
+FAR_FUTURE = 1e11       # seconds: more than a calendar takes, and neither infinite nor NaN
 DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)      # all that reading a foreign file can raise
 
 
@@ -91,7 +92,6 @@ class PlanDirectory:
         except DAMAGE as error:
             self._warn(key, error)
             return None
-        self._count_use(key)
         return signature, header, payload
 
     def _agreed(self, key: str, header: dict[str, Any], engine: str, device: DeviceFacts) -> Signature:
@@ -120,8 +120,7 @@ class PlanDirectory:
         for key in self.keys():
             try:
                 header = self._header(key)
-                if header["format"] != FORMAT or header["key"] != key or any(not isinstance(header[n], kind) for n, kind in LISTED.items()):
-                    raise ValueError("it is another entry under this name, or of another format")
+                _check_listable(key, header)
                 found.append(DiskEntry(key, header, _signature_or_none(header["signature"]), header["payload_bytes"], *self._use(key)))
             except FileNotFoundError:
                 continue
@@ -135,10 +134,9 @@ class PlanDirectory:
         for key in self.keys():
             try:
                 _, header = read_record(self.path(key))
-                if header["key"] != key:
-                    raise ValueError("it is another entry under this name")
+                _check_listable(key, header)
             except DAMAGE as error:
-                damaged.append((key, str(error)))
+                damaged.append((key, _reason(error)))
         return damaged
 
     def clear(self) -> list[str]:
@@ -167,7 +165,7 @@ class PlanDirectory:
     def _uses(self, key: str) -> Path:
         return self.root / f"{key}.uses"
 
-    def _count_use(self, key: str) -> None:
+    def count_use(self, key: str) -> None:
         """One byte a load: its size is the count and its time the last use, with no lock between processes."""
         try:
             with self._uses(key).open("ab") as file:
@@ -208,7 +206,21 @@ class PlanDirectory:
     def _warn(self, key: str, error: Exception) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            log.warning("plan %s in %s is ignored and will be built anew: %s", key[:12], self.root, error)
+            log.warning("plan %s in %s is ignored and will be built anew: %s", key[:12], self.root, _reason(error))
+
+
+def _check_listable(key: str, header: dict[str, Any]) -> None:
+    """ValueError or KeyError unless it is this entry's header, with all that a list shows, of a kind that can be shown."""
+    if header["format"] != FORMAT or header["key"] != key:
+        raise ValueError("it is another entry under this name, or of another format")
+    if any(not isinstance(header[n], kind) for n, kind in LISTED.items()) or not isinstance(header["device"]["name"], str):
+        raise ValueError("its header holds values of other types")
+    if not (0 <= header["created"] < FAR_FUTURE and 0 <= header["build_seconds"] < FAR_FUTURE):
+        raise ValueError("its times are none")
+
+
+def _reason(error: Exception) -> str:
+    return f"its header has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _signature_or_none(data: dict[str, Any]) -> Signature | None:

@@ -1,7 +1,8 @@
 """Looking at a plan store from a shell: list, show, verify, diff, clear. From headers alone: no GPU, nothing loaded.
 
 Behind both `python -m cudnn_graphs plans` and `python scripts/inspect_plans.py`. A person gets tables, `--json` a
-program's answer. Exit status: 0; 1 where `verify` found damage; 2 for a key that names no entry, or several.
+program's answer, `list --html FILE` a page with all that list and show tell. Without a command: list.
+Exit status: 0; 1 where `verify` found damage; 2 for a key that names no entry, or several, or a FILE that cannot be written.
 """
 
 from __future__ import annotations
@@ -9,24 +10,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from .disk import DiskEntry, PlanDirectory
+from .entry_text import KEY_SHOWN, age, columns, count, leaves, seconds, sections, size, text
+from .html_page import write_page
 from .store import default_root
-from .tables import pairs_table, table_of, text
-
-KEY_SHOWN = 8       # characters of a key that a table shows; any unambiguous prefix is accepted
+from .tables import pairs_table, plain, table_of
 
 
-class UnknownKeyError(Exception):
-    """A key that names no entry, or more than one."""
+class InspectError(Exception):
+    """What was asked for is not to be had: a key that names no single entry, a file that cannot be written."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,20 +37,24 @@ def main(arguments: list[str] | None = None) -> int:
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands to `parser`; `run` carries out what it parsed."""
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="print JSON")
-    common.add_argument("--store", metavar="DIR", type=Path, help="the store's directory; default: $CUDNN_GRAPHS_CACHE_DIR/plans or the user's cache")
-    commands = parser.add_subparsers(dest="plans_command", required=True, metavar="COMMAND")
-    commands.add_parser("list", parents=[common], help="every entry, newest first").set_defaults(carry_out=_list)
-    show = commands.add_parser("show", parents=[common], help="everything that is known of one entry")
+    parser.set_defaults(carry_out=_list, html=None, json=False, store=None)
+    commands = parser.add_subparsers(dest="plans_command", metavar="COMMAND")
+    listing = commands.add_parser("list", help="every entry, newest first; also where no command is given")
+    show = commands.add_parser("show", help="everything that is known of one entry")
     show.add_argument("key", metavar="KEY", help="a key or the start of one")
     show.set_defaults(carry_out=_show)
-    commands.add_parser("verify", parents=[common], help="read every byte; exit 1 if any entry is damaged").set_defaults(carry_out=_verify)
-    diff = commands.add_parser("diff", parents=[common], help="the fields in which two entries differ")
+    commands.add_parser("verify", help="read every byte; exit 1 if any entry is damaged").set_defaults(carry_out=_verify)
+    diff = commands.add_parser("diff", help="the fields in which two entries differ")
     diff.add_argument("a", metavar="A")
     diff.add_argument("b", metavar="B")
     diff.set_defaults(carry_out=_diff)
-    commands.add_parser("clear", parents=[common], help="delete every entry").set_defaults(carry_out=_clear)
+    commands.add_parser("clear", help="delete every entry").set_defaults(carry_out=_clear)
+    absent: dict[str, Any] = {"default": argparse.SUPPRESS}     # a subcommand's own default would undo the option given before it
+    for each in (parser, *commands.choices.values()):
+        each.add_argument("--json", action="store_true", help="print JSON", **absent)
+        each.add_argument("--store", metavar="DIR", type=Path, help="its directory; default: $CUDNN_GRAPHS_CACHE_DIR/plans or the user's cache", **absent)
+    for each in (parser, listing):
+        each.add_argument("--html", metavar="FILE", type=Path, help="list: write it as one self-contained page, with everything that show tells", **absent)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,8 +63,10 @@ def run(options: argparse.Namespace) -> int:
     directory = PlanDirectory(root, max_entries=0, max_bytes=0)     # bounds are a writer's; nothing is written here
     carry_out: Callable[[PlanDirectory, argparse.Namespace], int] = options.carry_out
     try:
+        if options.html is not None and carry_out is not _list:
+            raise InspectError(f"html: got {options.plans_command}; need list, whose page tells of every entry what show does; leave the command out")
         return carry_out(directory, options)
-    except UnknownKeyError as error:
+    except InspectError as error:
         print(error, file=sys.stderr)
         return 2
 
@@ -71,8 +76,8 @@ def plans_table(entries: Iterable[Mapping[str, Any]]) -> Table:
     figures = ("size", "build", "age", "hits")
     table = table_of("key", "plan", "engine, device", *figures, right=figures, whole=("key",))
     for entry in entries:
-        table.add_row(entry["key"][:KEY_SHOWN], escape(entry["label"]), f"{entry['engine']}, {escape(entry['device']['name'])}", _size(entry["payload_bytes"]),
-                      _seconds(entry["build_seconds"]), _age(entry["created"]), str(entry["hits"]))
+        table.add_row(entry["key"][:KEY_SHOWN], plain(entry["label"]), plain(f"{entry['engine']}, {entry['device']['name']}"), size(entry["payload_bytes"]),
+                      seconds(entry["build_seconds"]), age(entry["created"]), str(entry["hits"]))
     return table
 
 
@@ -82,15 +87,26 @@ def plans_table(entries: Iterable[Mapping[str, Any]]) -> Table:
 def _list(directory: PlanDirectory, options: argparse.Namespace) -> int:
     rows = sorted(map(_row, directory.entries()), key=lambda row: -row["created"])
     damaged = len(directory.keys()) - len(rows)
+    if options.html is not None:
+        _write_page(options.html, rows, directory.root, damaged)
     if options.json:
         return _print_json(rows)
     console = _console()
-    if rows:
+    if options.html is not None:
+        console.print(f"Wrote {options.html}:", soft_wrap=True, markup=False)
+    elif rows:
         console.print(plans_table(rows))
-    console.print(f"{_count(len(rows), 'plan')} in {directory.root}", soft_wrap=True)
+    console.print(f"{count(len(rows), 'plan')} in {plain(str(directory.root))}", soft_wrap=True)
     if damaged:
-        console.print(f"{_count(damaged, 'entry is', 'entries are')} damaged and will be built anew; see verify")
+        console.print(f"{count(damaged, 'entry is', 'entries are')} damaged and will be built anew; see verify")
     return 0
+
+
+def _write_page(file: Path, rows: list[dict[str, Any]], root: Path, damaged: int) -> None:
+    try:
+        write_page(file.expanduser(), rows, root, damaged)
+    except OSError as error:
+        raise InspectError(f"html: got {error}; need a file that can be written; name another") from error
 
 
 def _show(directory: PlanDirectory, options: argparse.Namespace) -> int:
@@ -98,9 +114,9 @@ def _show(directory: PlanDirectory, options: argparse.Namespace) -> int:
     if options.json:
         return _print_json(row)
     console = _console()
-    for title, content in _sections(row):
-        console.print(f"\n[bold]{escape(title)}[/bold]")
-        console.print(content)
+    for title, content in sections(row):
+        console.print(f"\n[bold]{plain(title)}[/bold]")
+        console.print(_columns(content) if isinstance(content, list) else pairs_table(content))
     return 0
 
 
@@ -112,19 +128,19 @@ def _verify(directory: PlanDirectory, options: argparse.Namespace) -> int:
         total = len(directory.keys())
         console = _console()
         for key, problem in damaged:
-            console.print(f"{key}: {escape(problem)}", soft_wrap=True)
-        console.print(f"{_count(total - len(damaged), 'entry', 'entries')} sound, {len(damaged)} damaged in {directory.root}", soft_wrap=True)
+            console.print(f"{key}: {plain(problem)}", soft_wrap=True)
+        console.print(f"{count(total - len(damaged), 'entry', 'entries')} sound, {len(damaged)} damaged in {plain(str(directory.root))}", soft_wrap=True)
     return 1 if damaged else 0
 
 
 def _diff(directory: PlanDirectory, options: argparse.Namespace) -> int:
-    a, b = (dict(_leaves(_find(directory, key))) for key in (options.a, options.b))
+    a, b = (dict(leaves(_find(directory, key))) for key in (options.a, options.b))
     differing = {name: (a.get(name), b.get(name)) for name in {**a, **b} if a.get(name) != b.get(name)}
     if options.json:
         return _print_json(differing)
     table = table_of("field", a["key"][:KEY_SHOWN], b["key"][:KEY_SHOWN], whole=("field",))
     for name in differing:
-        table.add_row(escape(name), *(escape(text(name, side[name])) if name in side else "-" for side in (a, b)))
+        table.add_row(plain(name), *(plain(text(name, side[name])) if name in side else "-" for side in (a, b)))
     _console().print(table if differing else "They are equal.")
     return 0
 
@@ -133,7 +149,7 @@ def _clear(directory: PlanDirectory, options: argparse.Namespace) -> int:
     keys = directory.clear()
     if options.json:
         return _print_json(keys)
-    _console().print(f"Deleted {_count(len(keys), 'plan')} in {directory.root}", soft_wrap=True)
+    _console().print(f"Deleted {count(len(keys), 'plan')} in {plain(str(directory.root))}", soft_wrap=True)
     return 0
 
 
@@ -145,53 +161,28 @@ def _row(entry: DiskEntry) -> dict[str, Any]:
 
 
 def _find(directory: PlanDirectory, prefix: str) -> dict[str, Any]:
-    """The entry whose key starts with `prefix`. UnknownKeyError where none or several do, or where it is damaged."""
+    """The entry whose key starts with `prefix`. InspectError where none or several do, or where it is damaged."""
     present = directory.keys()
     keys = [key for key in present if key.startswith(prefix)]
     if len(keys) != 1:
         found = "no entry" if not keys else f"{len(keys)} entries, {', '.join(key[:16] for key in keys[:4])}{' ...' if len(keys) > 4 else ''}"
-        raise UnknownKeyError(f"key: got {prefix!r}, which names {found}; need the start of one key in {directory.root}; see list")
+        raise InspectError(f"key: got {prefix!r}, which names {found}; need the start of one key in {directory.root}; see list")
     for entry in directory.entries():
         if entry.key == keys[0]:
             return _row(entry)
-    raise UnknownKeyError(f"key: got {prefix!r}, whose header is damaged; need a sound entry; see verify")
-
-
-def _leaves(value: Any, name: str = "") -> Iterable[tuple[str, Any]]:
-    """(dotted name, value) of everything inside nested dicts and lists of dicts."""
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{name}.{key}" if name else key)
-    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        for i, item in enumerate(value):
-            yield from _leaves(item, f"{name}.{item.get('role', i)}")
-    else:
-        yield name, value
-
-
-def _sections(row: Mapping[str, Any]) -> Iterable[tuple[str, Table]]:
-    """One table for the plain fields, then one for each nested group."""
-    groups = {name: value for name, value in row.items() if isinstance(value, Mapping)}
-    yield str(row["label"]), pairs_table({name: value for name, value in row.items() if name not in groups and name != "label"})
-    for name, group in groups.items():
-        kernels = group.get("kernels")
-        if isinstance(kernels, list) and kernels and all(isinstance(kernel, Mapping) for kernel in kernels):
-            group = {inner: value for inner, value in group.items() if inner != "kernels"}
-            yield "kernels", _columns(kernels)
-        if group:
-            yield name, pairs_table(dict(_leaves(group)))
+    raise InspectError(f"key: got {prefix!r}, whose header is damaged; need a sound entry; see verify")
 
 
 def _columns(items: list[Mapping[str, Any]]) -> Table:
-    """One line an item: the words first, then the figures, whose headings may wrap."""
-    names = sorted(dict.fromkeys(name for item in items for name in item), key=lambda name: (name != "role", not isinstance(items[0].get(name), str)))
+    """One line an item, whose headings may wrap."""
+    names = columns(items)
     table = table_of(*(name.replace("_", " ") for name in names))
     for item in items:
-        table.add_row(*(escape(text(name, item.get(name))) for name in names))
+        table.add_row(*(plain(text(name, item.get(name))) for name in names))
     return table
 
 
-# -- words ---------------------------------------------------------------------------------------------
+# -- printing ------------------------------------------------------------------------------------------
 
 
 def _console() -> Console:
@@ -201,23 +192,3 @@ def _console() -> Console:
 def _print_json(value: Any) -> int:
     print(json.dumps(value, indent=2))
     return 0
-
-
-def _count(n: int, one: str, many: str | None = None) -> str:
-    return f"{n} {one if n == 1 else many or one + 's'}"
-
-
-def _size(n: int) -> str:
-    return f"{n} B" if n < 1000 else f"{n / 1e3:.0f} kB" if n < 1_000_000 else f"{n / 1e6:.1f} MB"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.2g} ms" if seconds < 0.1 else f"{seconds:.2g} s"
-
-
-def _age(created: float) -> str:
-    seconds = max(0.0, time.time() - created)
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"

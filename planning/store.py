@@ -12,6 +12,7 @@ import copy
 import json
 import logging
 import os
+import shlex
 import threading
 import time
 from collections import OrderedDict
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engines.base import Compiled
-from ..errors import CaptureError, CudnnGraphsError, PlanMissError
+from ..errors import CaptureError, CudnnGraphsError, PlanMissError, problem
 from ..runtime.cubins import CubinCache
 from ..runtime.devices import DeviceFacts, device_facts
 from ..runtime.environment import engine_environment, versions
@@ -79,6 +80,7 @@ class PlanStore:
         self._disk = None if self.root is None else PlanDirectory(self.root, max_entries, max_bytes)
         self.cubins = CubinCache(None if self.root is None else _kernel_directory(self.root))
         self._trust = trust
+        self._no_directory = "memory only"      # what there is where there is no directory
         self._lock = threading.RLock()
         self._built: OrderedDict[Slot, BuiltPlan] = OrderedDict()    # least recently used first
         self._pinned: set[str] = set()
@@ -206,13 +208,20 @@ class PlanStore:
 
     # -- making plans ---------------------------------------------------------------------------------
 
+    def _read(self, key: str, engine: str, device: DeviceFacts) -> tuple[Signature, dict[str, Any], bytes] | None:
+        """Signature, header and payload of the directory's entry `key`, or None where there is none that this environment may use."""
+        if self._disk is None or not self._disk.holds(key):
+            return None
+        return self._disk.read(key, engine, device, lambda signature: engine_named(engine).source_digest(signature.lower(), device))
+
     def _load(self, key: str, engine: str, device: DeviceFacts) -> BuiltPlan | None:
         """The entry `key` from disk, or None where there is none that this environment may use."""
-        if self._disk is None or not self._disk.holds(key) or not self._check_trust():
+        disk = self._disk
+        if disk is None or not disk.holds(key) or not self._check_trust():
             return None
         _refuse_capture(device, f"loading plan {key[:12]}")
         start = time.perf_counter()
-        found = self._disk.read(key, engine, device, lambda s: engine_named(engine).source_digest(s.lower(), device))
+        found = self._read(key, engine, device)
         if found is None:
             return None
         signature, header, payload = found
@@ -222,6 +231,7 @@ class PlanStore:
         except Exception as error:  # noqa: BLE001 - whatever a loader says of a payload, the answer is to build anew
             log.warning("plan %s could not be loaded and is built anew: %s", key[:12], error)
             return None
+        disk.count_use(key)
         seconds = time.perf_counter() - start
         built = BuiltPlan(signature, device, engine, executable, frozen_header({**header, "load_seconds": seconds}), len(payload), {}, threading.Lock())
         with self._lock:
@@ -264,17 +274,34 @@ class PlanStore:
         return compiled, header
 
     def build_ahead(self, signature: Signature, device: DeviceFacts, engine: str | None = None) -> dict[str, Any]:
-        """Compile for a device that is not here and write the entry. Returns its header. Needs a directory."""
-        if self._disk is None:
-            raise CudnnGraphsError("store: got memory only; need a directory to build ahead of time; open PlanStore(path)")
+        """Compile for a device that need not be here, and write the entry. One that is there already, and sound, stays as it is:
+        only a build counts in `stats().builds`. Returns the header.
+
+        Raises NotImplementedError when no engine serves it, CudnnGraphsError without a directory of ours that can be written.
+        """
+        self._probe()
+        self._need_directory()
         picked, declined = self._choose(signature, device, engine)
-        start = time.perf_counter()
-        compiled, header = self._compile(signature, picked, declined, device)
-        header["build_seconds"] = time.perf_counter() - start
-        self._write(header["key"], header, compiled)
+        key = entry_key(signature, picked, device)
+        with self._flight(key):
+            present = self._read(key, picked, device)
+            if present is not None:
+                return present[1]
+            start = time.perf_counter()
+            compiled, header = self._compile(signature, picked, declined, device)
+            header["build_seconds"] = time.perf_counter() - start
+            self._write(key, header, compiled)
+            self._need_directory()
         with self._lock:
             self._stats.builds += 1
+            self._stats.build_seconds += header["build_seconds"]
         return header
+
+    def _need_directory(self) -> None:
+        """CudnnGraphsError where an entry could not be, or was not, written."""
+        if self._disk is None or not self._disk.writable:
+            got = self._no_directory if self._disk is None else f"{self.root}, which cannot be written"
+            raise CudnnGraphsError(problem("store", got, "a directory to build ahead of time", "open PlanStore(path) on one of your own"))
 
     def _check_trust(self) -> bool:
         """Whether the directory is ours alone; from the first time it is not, plans stay in memory. Asked before every load too,
@@ -287,6 +314,7 @@ class PlanStore:
             with self._lock:
                 if self.root is not None:
                     log.warning("plan store %s is not used, plans stay in memory: a plan is code, and %s; or open it with trust=True", root, why)
+                    self._no_directory = f"{root}, which is not used: {why}"
                 self.root, self._disk, self.cubins.directory = None, None, None
         return why is None
 
@@ -390,9 +418,8 @@ class PlanStore:
         else:
             differing = ", ".join(f"{n} {mine!r} (cached: {theirs!r})" for n, (mine, theirs) in signature.differences(nearest).items())
             text += f"nearest cached: {nearest.label}, differing in {differing or 'engine or device only'}; "
-        signatures = json.dumps([signature.to_json()])
-        where = self.root or "DIR"
-        return text + f"build it with store.build([signature]) before freeze(), or: echo '{signatures}' | python scripts/build_plans.py - --store {where}"
+        text += "build it with store.build([signature]) before freeze()"
+        return text if self.root is None else f"{text}, or: {_build_command(signature, engine, device, self.root)}"
 
     def _signatures(self) -> list[Signature]:
         with self._lock:
@@ -400,6 +427,16 @@ class PlanStore:
         if self._disk is not None:
             known |= {e.signature for e in self._disk.entries() if e.signature is not None}
         return list(known)
+
+
+def _build_command(signature: Signature, engine: str, device: DeviceFacts, root: Path) -> str:
+    """What a shell in the checkout runs to write this one entry. bash or zsh for a device that is not here: its properties come with it."""
+    if device.kind == "cpu" or device.index is not None:
+        target = f"--device {device.torch_device}"
+    else:
+        target = "--device-props " + (f"<(echo {shlex.quote(device.properties)})" if device.properties else "FILE")
+    signatures, where = shlex.quote(json.dumps([signature.to_json()])), shlex.quote(str(root.absolute()))
+    return f"echo {signatures} | python scripts/build_plans.py - --store {where} --engine {engine} {target}"
 
 
 def _refuse_capture(device: DeviceFacts | None, what: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-TIMES = ("created", "last_used")       # seconds since the epoch
+from .entry_text import text
 
 
 def table_of(*names: str, right: Collection[str] = (), whole: Collection[str] = ()) -> Table:
@@ -21,22 +20,16 @@ def table_of(*names: str, right: Collection[str] = (), whole: Collection[str] = 
     return table
 
 
+def plain(words: str) -> str:
+    """What another process wrote, for a terminal: no markup, no control sequences."""
+    return escape("".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in words))
+
+
 def pairs_table(fields: Mapping[str, Any]) -> Table:
     """Names and values, without a heading."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in fields.items():
-        table.add_row(escape(name), escape(text(name, value)))
+        table.add_row(plain(name), plain(text(name, value)))
     return table
-
-
-def text(name: str, value: Any) -> str:
-    """A field's value in words."""
-    if name in TIMES and value is not None:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(text("", item) for item in value) or "none"
-    return "none" if value == {} else str(value)

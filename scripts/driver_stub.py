@@ -21,7 +21,8 @@ NUMBERS = ("cuKernelGetAttribute", "cuFuncGetAttribute")
 TEXTS = ("cuGetErrorString", "cuGetErrorName")
 # What it looks up and refuses to start without, and never calls; called, they say that there is no device (CUDA_ERROR_NO_DEVICE).
 FAIL = ("cuDeviceGet", "cuDeviceGetCount", "cuCtxGetCurrent", "cuCtxPushCurrent", "cuCtxPopCurrent", "cuCtxGetLimit", "cuLibraryLoadFromFile", "cuLinkCreate",
-        "cuLinkAddData", "cuLinkComplete", "cuLinkDestroy", "cuLaunchKernel", "cuLaunchCooperativeKernel", "cuStreamGetCtx")
+        "cuLinkAddData", "cuLinkComplete", "cuLinkDestroy", "cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel",
+        "cuOccupancyMaxPotentialClusterSize", "cuStreamGetCtx")
 CUDA_VERSION = 13000
 
 
@@ -37,10 +38,10 @@ def source() -> str:
 
 
 def compile_stub(directory: Path) -> Path:
-    """Write `directory`/libcuda.so.1. Returns the directory, for LD_LIBRARY_PATH."""
+    """Write `directory`/libcuda.so.1. Returns the directory, for LD_LIBRARY_PATH. FileNotFoundError without a C compiler."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        raise SystemExit("driver_stub: got no C compiler; need gcc or cc; install one")
+        raise FileNotFoundError("driver_stub: got no C compiler; need gcc or cc; install one")
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", suffix=".c") as file:
         file.write(source())
@@ -52,4 +53,7 @@ def compile_stub(directory: Path) -> Path:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
-    print(compile_stub(Path(sys.argv[1])))
+    try:
+        print(compile_stub(Path(sys.argv[1])))
+    except FileNotFoundError as error:
+        raise SystemExit(str(error)) from None

@@ -1,4 +1,4 @@
-"""Look at a plan store: python scripts/inspect_plans.py list|show KEY|verify|diff A B|clear [--json] [--store DIR]"""
+"""Look at a plan store: python scripts/inspect_plans.py [list [--html FILE]]|show KEY|verify|diff A B|clear [--json] [--store DIR]"""
 
 from __future__ import annotations
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ import torch
 from cudnn_graphs import PagedBlockSparseSignature, PlanStore
 from cudnn_graphs.__main__ import main
 from cudnn_graphs.planning import inspect
+from cudnn_graphs.runtime.files import read_record, write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
 SIGNATURE = PagedBlockSparseSignature(batch_size=2, seq_len_q=1, max_seq_len_kv=512, num_qo_heads=8, num_kv_heads=1, head_dim=64, q_block_size=1,
@@ -130,6 +134,34 @@ def test_a_damaged_header_is_counted_and_not_shown(store, plans):
     assert plans("verify", "--store", root)[0] == 1
 
 
+def other_header(root: Path, key: str, **changes) -> None:
+    """A header with checksums that agree, as any program can write one."""
+    payload, header = read_record(root / f"{key}.plan")
+    write_atomic(root / f"{key}.plan", payload, header | changes)
+
+
+@pytest.mark.parametrize("changes", [{"label": "\x1b[2J\x07\ud800"}, {"label": "[/bold]", "engine": "[red]"}, {"declined": {"\x1b[2J": "[/bold]\x1b[2J"}}])
+def test_a_header_moves_no_cursor_and_marks_nothing_up(changes, store, plans):
+    root, (described, _) = store
+    other_header(root, described["key"], **changes)
+    for arguments in (["list"], ["show", described["key"]]):
+        status, out, _ = plans(*arguments, "--store", root)
+        assert status == 0 and {c for c in out if not c.isprintable()} == {"\n"}
+    assert "[red]" in out if "engine" in changes else "\N{REPLACEMENT CHARACTER}[2J" in out
+
+
+@pytest.mark.parametrize("changes", [
+    {"device": {}}, {"device": {"name": 3}}, {"created": 1e300}, {"created": float("nan")}, {"build_seconds": float("inf")}, {"label": 3},
+])
+def test_what_cannot_be_listed_is_damaged(changes, store, plans):
+    root, (described, _) = store
+    other_header(root, described["key"], **changes)
+    status, out, _ = plans("list", "--store", root)
+    assert status == 0 and "1 plan in" in out and "1 entry is damaged" in out
+    status, out, _ = plans("verify", "--json", "--store", root)
+    assert status == 1 and [d["key"] for d in json.loads(out)] == [described["key"]]
+
+
 def test_clear(store, plans):
     root, described = store
     status, out, _ = plans("clear", "--json", "--store", root)
@@ -156,6 +188,7 @@ def test_env(capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["versions"]["torch"] == torch.__version__
     cpu = next(d for d in report["devices"] if d["device"] == "cpu")
+    assert set(cpu["engines"]) == {"PagedBlockSparseSignature", "SageBlockSparseSignature", "QuerySparseSignature"}
     for engines in cpu["engines"].values():
         assert engines["reference"] == {"usable": True, "reason": ""}
         assert all(not said["usable"] and "needs" in said["reason"] for name, said in engines.items() if name != "reference")
@@ -185,14 +218,41 @@ def test_script_runs_outside_the_checkout(store, tmp_path):
 
 
 def test_demo_builds_once(tmp_path):
-    """A second process finds every plan of the demo and builds nothing; each step's error is within the bar."""
-    first, second = demo(tmp_path), demo(tmp_path, "--plans-only")
-    assert "2 built, 0 loaded" in first and "0 built, 2 loaded" in second
-    same_keys = [float(e) for e in re.findall(r"^(?:prefill|decode) .* (\d\.\de-\d\d) ", first, re.MULTILINE)]
-    assert len(same_keys) == 10 and max(same_keys) < 3.5e-3
+    """A second process finds every plan of the demo and builds nothing; each error against exact attention over the same keys is within the bar."""
+    picture = tmp_path / "blocks.png"
+    first, second = demo(tmp_path / "plans", "--picture", picture), demo(tmp_path / "plans", "--plans-only")
+    assert "4 built, 0 loaded" in first and "0 built, 4 loaded" in second
+    paged, rest = first.split("Sage attention over")
+    sage, packed = rest.split("Query-sparse attention over")
+    for part, rows, bar in ((paged, 10, 3.5e-3), (sage, 4, 4e-2), (packed, 2, 4e-3)):
+        same_keys = [float(e) for e in re.findall(r"\d% +[\d.]+ +(\d\.\de-\d\d) ", part)]
+        assert len(same_keys) == rows and max(same_keys) < bar
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def demo(store: Path, *arguments: str) -> str:
+def test_demo_picture_without_matplotlib(tmp_path, monkeypatch):
+    """The bare PNG: its size, every chunk's checksum, and a pixel of each panel."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    picture = importlib.import_module("demo_picture")
+    picture.save_panels(tmp_path / "p.png", {"left": torch.eye(3), "right": torch.zeros(3, 2)}, "keys", "queries")
+    data = (tmp_path / "p.png").read_bytes()
+    chunks, at = {}, 8
+    while at < len(data):
+        size, kind = struct.unpack_from(">I4s", data, at)
+        body = data[at + 8:at + 8 + size]
+        assert struct.unpack_from(">I", data, at + 8 + size)[0] == zlib.crc32(kind + body)
+        chunks[kind], at = body, at + 12 + size
+    cell, gap = picture.CELL, picture.GAP
+    width, height = 5 * cell + 4 * gap, 3 * cell + 2 * gap
+    assert struct.unpack(">IIBBBBB", chunks[b"IHDR"]) == (width, height, 8, 2, 0, 0, 0)
+    pixels = torch.frombuffer(bytearray(zlib.decompress(chunks[b"IDAT"])), dtype=torch.uint8).view(height, 1 + 3 * width)[:, 1:].view(height, width, 3)
+    assert pixels[0, 0].tolist() == [picture.FRAME] * 3
+    assert pixels[gap, gap].tolist() == picture.INK.tolist()
+    assert pixels[gap, 3 * cell + 3 * gap].tolist() == [255] * 3
+
+
+def demo(store: Path, *arguments: str | Path) -> str:
     done = subprocess.run([sys.executable, ROOT / "scripts" / "demo.py", "--store", store, *arguments], env={**os.environ, "COLUMNS": "80"},
                           capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from devices import H200
+from devices import H200, need_deviceless_builds
 
 from cudnn_graphs import PagedBlockSparseSignature, PlanStore
 
 ROOT = Path(__file__).resolve().parents[1]
-MISSING = [name for name in ("cudnn", "cupy", "cuda.bindings", "nvidia.cudnn") if importlib.util.find_spec(name.split(".")[0]) is None or
-           importlib.util.find_spec(name) is None]
 SIGNATURE = PagedBlockSparseSignature(batch_size=2, seq_len_q=128, max_seq_len_kv=4096, num_qo_heads=8, num_kv_heads=2, head_dim=128, q_block_size=64,
                                       kv_block_size=64, page_size=64, max_blocks_per_row=8)
 BUILD = """
@@ -34,9 +30,7 @@ print(json.dumps(PlanStore(sys.argv[2]).build_ahead(Signature.from_json(json.loa
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> tuple[Path, dict]:
     """The plan directory, and the header of the one plan in it."""
-    if MISSING or shutil.which("gcc") is None:
-        assert not os.environ.get("CI"), f"CI must have gcc and the extras cuda13 and aot; missing: {MISSING}"
-        pytest.skip(f"needs gcc and the extras cuda13 and aot; missing: {MISSING}")
+    need_deviceless_builds()
     directory = tmp_path_factory.mktemp("ahead")
     stub = subprocess.run([sys.executable, str(ROOT / "scripts" / "driver_stub.py"), str(directory / "stub")], capture_output=True, text=True, check=True)
     said = subprocess.run([sys.executable, "-c", BUILD, str(Path(__file__).parent), str(directory / "plans"), json.dumps(SIGNATURE.to_json())],

@@ -74,9 +74,13 @@ def device_facts(device: torch.device | str | int | DeviceFacts | None) -> Devic
 
 
 def facts_from_properties(text: str) -> DeviceFacts:
-    """Facts of an absent device from cuDNN's serialized device properties (`python -m cudnn_graphs device-props`)."""
-    p = json.loads(text)
-    version = int(p["deviceVer"])
-    return DeviceFacts(kind="cuda", index=None, name=p["deviceName"], capability=(version // 100, version % 100 // 10),
-                       sm_count=p["multiProcessorCount"], smem_per_block=p["maxSharedMemoryPerBlockOptin"],
-                       l2_bytes=p["l2CacheSize"], total_bytes=p["totalGlobalMem"], properties=text)
+    """Facts of an absent device from cuDNN's serialized device properties (`python -m cudnn_graphs device-props`). ValueError for any other text."""
+    try:
+        p = json.loads(text)
+        version = int(p["deviceVer"])
+        return DeviceFacts(kind="cuda", index=None, name=p["deviceName"], capability=(version // 100, version % 100 // 10),
+                           sm_count=p["multiProcessorCount"], smem_per_block=p["maxSharedMemoryPerBlockOptin"],
+                           l2_bytes=p["l2CacheSize"], total_bytes=p["totalGlobalMem"], properties=text)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(problem("device properties", f"a text without {error}" if isinstance(error, KeyError) else error,
+                                 "the output of `python -m cudnn_graphs device-props`", "run it on the machine that has the GPU")) from error
