@@ -127,7 +127,9 @@ def sharded_qsa_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sel_b
     form: it drops ids above a query's place, which a shard shifts.
     Raises as `qsa_forward`; ValueError for first_token outside the batch, RuntimeError without a process group.
     """
-    checks.tensor("q", q), checks.tensor("k", k)
+    for name, value in (("q", q), ("k", k)):
+        if checks.tensor(name, value).dim() != 3:
+            raise ValueError(problem(name, f"rank {value.dim()}", "[tokens, heads, 256]", "pack the batch along dim 0"))
     device = _member(group, q.device)
     store = default_store() if store is None else store
     total, held = q.shape[0], k.shape[0]
