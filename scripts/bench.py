@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +34,32 @@ from cudnn_graphs.planning import ENGINES
 WORKLOADS: dict[str, Workload] = {**PAGED, **SAGE, **QSA}
 
 
-def capture(run: Callable[[], Any]) -> tuple[Callable[[], None], bool]:
-    """`run` as one CUDA graph replay, so that host time and allocation stay out of the figure; where capture fails as it is, and False."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            run()
-    except Exception:  # noqa: BLE001 - a peer that cannot be captured is timed eagerly
-        torch.cuda.synchronize()
-        return lambda: (run(), None)[1], False
+@dataclass
+class Contender:
+    """One call to be timed: as a CUDA graph replay where it can be captured, so that host time and allocation stay out of the figure."""
 
-    def replay() -> None:
-        graph.replay()
-    replay.keeps = run      # type: ignore[attr-defined]  # the graph reads tensors that only `run` holds
-    return replay, True
+    run: Callable[[], Any]              # kept: the graph reads tensors that only this holds
+    replay: Callable[[], Any]
+    out: torch.Tensor                   # what a replay writes
+    captured: bool
+
+    @classmethod
+    def of(cls, run: Callable[[], Any]) -> Contender:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                out = run()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                out = run()
+        except Exception:  # noqa: BLE001 - a peer that cannot be captured is timed eagerly
+            torch.cuda.synchronize()
+            return cls(run, run, out, captured=False)
+        return cls(run, graph.replay, out, captured=True)
 
 
 def interleaved(runs: dict[str, Callable[[], None]], seconds: float) -> dict[str, float]:
@@ -77,7 +83,7 @@ def machine_limits() -> dict[str, float]:
     one = torch.ones((), device="cuda")
     runs = {"matmul": lambda: a @ b, "fp8": lambda: torch._scaled_mm(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16),
             "copy": lambda: torch.mul(half, 1, out=other), "read": lambda: data.sum()}
-    ms = interleaved({name: capture(run)[0] for name, run in runs.items()}, 0.3)
+    ms = interleaved({name: Contender.of(run).replay for name, run in runs.items()}, 0.3)
     return {"matmul_tflops": 2 * 8192**3 / ms["matmul"] / 1e9, "fp8_tflops": 2 * 8192**3 / ms["fp8"] / 1e9,
             "copy_tb_s": 2 * half.nbytes / ms["copy"] / 1e9, "read_tb_s": data.nbytes / ms["read"] / 1e9}
 
@@ -90,9 +96,10 @@ def bench_workload(w: Workload, engines: list[str], peers: bool, seconds: float)
         rows[engine] = _contender(w, lambda e=engine: w.ours(store, e), runs, engine)
     for name, peer in (w.peers() if peers else {}).items():
         rows[name] = _contender(w, peer, runs, name) | {"peer": True}
-    for name, ms in interleaved(runs, seconds).items():
-        rows[name] |= {"ms": ms, "tflops": w.flops() / ms / 1e9, "tb_s": w.moved_bytes() / ms / 1e9}
-    best = min((r["ms"] for r in rows.values() if r.get("peer") and "ms" in r), default=None)
+    for name, ms in interleaved({name: c.replay for name, c in runs.items()}, seconds).items():
+        wrong = _after_timing(w, runs[name])
+        rows[name] |= {"failed": wrong} if wrong else {"ms": ms, "tflops": w.flops() / ms / 1e9, "tb_s": w.moved_bytes() / ms / 1e9}
+    best = min((r["ms"] for r in rows.values() if r.get("peer") and "ms" in r and not r["other_question"]), default=None)
     for row in rows.values():
         if "ms" in row and best is not None:
             row["ratio_to_best_peer"] = best / row["ms"]
@@ -102,25 +109,44 @@ def bench_workload(w: Workload, engines: list[str], peers: bool, seconds: float)
     return {"workload": w.name, "bound": w.bound, "limit": w.limit, "contenders": rows, **extras}
 
 
-def _contender(w: Workload, make: Callable[[], Any], runs: dict[str, Callable[[], None]], name: str) -> dict[str, Any]:
+def _contender(w: Workload, make: Callable[[], Any], runs: dict[str, Contender], name: str) -> dict[str, Any]:
     """Make, check and capture one contender. Its row says why it "declined", or how it "failed": a wrong answer, an exception."""
     try:
         run = make()
         w.t["out"].fill_(float("nan"))
         out = run()
         torch.cuda.synchronize()
-        if getattr(run, "unchecked", False):
-            overall = worst = None
-        else:
-            overall, worst = w.worst_error(run.like_q(out) if hasattr(run, "like_q") else out)
-            if not worst <= w.worst_row:
-                return {"failed": f"wrong: relative L2 {overall:.1e}, worst row {worst:.1e}"}
-        runs[name], captured = capture(run)
-        return {"relative_l2": overall, "worst_row": worst, "captured": captured}
+        row = _errors(w, run, out)
+        if wrong := _wrong(w, row):
+            return {"failed": wrong}
+        runs[name] = Contender.of(run)
+        return row | {"captured": runs[name].captured}
     except (Unavailable, NotImplementedError) as reason:
         return {"declined": str(reason)[:160]}
     except Exception as error:  # noqa: BLE001 - one contender must not end the benchmark
         return {"failed": f"{type(error).__name__}: {error}"[:200]}
+
+
+def _errors(w: Workload, run: Any, out: torch.Tensor) -> dict[str, Any]:
+    """Against float64. A run marked `other_question` (dense attention, say) has no error here and is no peer to be measured by."""
+    if getattr(run, "other_question", False):
+        return {"relative_l2": None, "worst_row": None, "other_question": True}
+    overall, worst = w.worst_error(run.like_q(out) if hasattr(run, "like_q") else out)
+    return {"relative_l2": overall, "worst_row": worst, "other_question": False}
+
+
+def _wrong(w: Workload, row: dict[str, Any]) -> str | None:
+    if row["other_question"] or row["worst_row"] <= w.worst_row:
+        return None
+    return f"wrong: relative L2 {row['relative_l2']:.1e}, worst row {row['worst_row']:.1e}"
+
+
+def _after_timing(w: Workload, contender: Contender) -> str | None:
+    """What is wrong with one more replay, or None: a graph whose tensors were freed under it is fast, and garbage."""
+    contender.replay()
+    torch.cuda.synchronize()
+    wrong = _wrong(w, _errors(w, contender.run, contender.out))
+    return wrong and f"after timing {wrong}"
 
 
 def failures(result: dict[str, Any]) -> list[str]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -53,7 +55,8 @@ def run_sanitizer() -> dict[str, Any]:
     if not Path(tool).exists():
         return {"exit_code": 1, "note": "compute-sanitizer is not installed here"}
     command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9", sys.executable]
-    running = {script.name: subprocess.Popen([*command, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    running = {script.name: subprocess.Popen([*command, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                             start_new_session=True)
                for script in sorted(ROOT.glob("tests/*sanitizer_cases.py"))}
     scripts = {name: _finished(process) for name, process in running.items()}
     return {"exit_code": max(abs(s["exit_code"]) for s in scripts.values()), "scripts": scripts}
@@ -63,7 +66,7 @@ def _finished(process: subprocess.Popen[str]) -> dict[str, Any]:
     try:
         output, _ = process.communicate(timeout=120)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)      # the tool and the program under it, which holds the pipe
         output, _ = process.communicate()
     summary = [line for line in output.splitlines() if "ERROR SUMMARY" in line or line.startswith("ran ")]
     return {"exit_code": process.returncode, "summary": summary} | ({} if process.returncode == 0 else {"output": output[-1500:]})
