@@ -56,11 +56,12 @@ def tensor(name: str, value: Any) -> torch.Tensor:
     return value
 
 
-def metadata(name: str, value: Any, dtype: torch.dtype, shape: tuple[int | str, ...], device: torch.device) -> torch.Tensor:
-    """An integer tensor of exactly `dtype` (TypeError) and of `shape`, where a str is a free size (ValueError)."""
+def metadata(name: str, value: Any, dtype: torch.dtype, shape: tuple[int | str, ...], device: torch.device,
+             wrong_dtype: type[Exception] = TypeError) -> torch.Tensor:
+    """A tensor of exactly `dtype` (else `wrong_dtype`) and of `shape`, where a str is a free size (ValueError)."""
     tensor(name, value)
     if value.dtype != dtype:
-        raise TypeError(problem(name, value.dtype, dtype, f"convert it with .to({dtype})"))
+        raise wrong_dtype(problem(name, value.dtype, dtype, f"convert it with .to({dtype})"))
     if value.device != device:
         raise ValueError(problem(name, value.device, device, f"move it with .to('{device}')"))
     given = value.shape

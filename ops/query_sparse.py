@@ -206,14 +206,7 @@ def _finite(scale: Any) -> float:
 
 def _check(name: str, value: torch.Tensor, dtype: torch.dtype, shape: tuple[int | str, ...], device: torch.device) -> None:
     """Everything about an input that is a ValueError. A str in `shape` is a free size."""
-    if value.dtype != dtype:
-        raise ValueError(problem(name, value.dtype, dtype, f"convert it with .to({dtype})"))
-    if value.device != device:
-        raise ValueError(problem(name, value.device, device, f"move it with .to('{device}')"))
-    have = value.shape
-    if len(have) != len(shape) or any(isinstance(n, int) and n != m for n, m in zip(shape, have)):
-        raise ValueError(problem(name, f"shape {list(have)}", f"shape [{', '.join(map(str, shape))}]", "see the operation's docstring for every shape"))
-    checks.contiguous(name, value)
+    checks.contiguous(name, checks.metadata(name, value, dtype, shape, device, wrong_dtype=ValueError))
 
 
 def _check_bitmap(selection: dict[str, Any], total: int, device: torch.device) -> None:

@@ -6,7 +6,6 @@ import copy
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -134,7 +133,3 @@ class Plan:
         if self.built_for != self.signature:
             header["serves"] = self.signature.to_json()
         return header
-
-
-def frozen_header(header: dict[str, Any]) -> Mapping[str, Any]:
-    return MappingProxyType(header)

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..engines.base import Compiled
@@ -30,7 +31,7 @@ from ..runtime.files import untrusted, unwritable
 from ..runtime.streams import is_capturing
 from .disk import DiskEntry, PlanDirectory, entry_key
 from .engines import engine_named
-from .plan import BuiltPlan, Plan, frozen_header
+from .plan import BuiltPlan, Plan
 from .ranking import choose
 from .signature import Signature
 
@@ -233,7 +234,7 @@ class PlanStore:
             return None
         disk.count_use(key)
         seconds = time.perf_counter() - start
-        built = BuiltPlan(signature, device, engine, executable, frozen_header({**header, "load_seconds": seconds}), len(payload), {}, threading.Lock())
+        built = BuiltPlan(signature, device, engine, executable, MappingProxyType({**header, "load_seconds": seconds}), len(payload), {}, threading.Lock())
         with self._lock:
             self._stats.loads += 1
             self._stats.load_seconds += seconds
@@ -253,7 +254,7 @@ class PlanStore:
         header["build_seconds"] = time.perf_counter() - start
         log.info("built %s on %s in %.3f s; %s", signature.label, engine, header["build_seconds"], self.root or "memory only")
         payload = self._write(key, header, compiled)
-        built = BuiltPlan(signature, device, engine, executable, frozen_header(header), payload, {}, threading.Lock())
+        built = BuiltPlan(signature, device, engine, executable, MappingProxyType(header), payload, {}, threading.Lock())
         with self._lock:
             self._stats.builds += 1
             self._stats.build_seconds += header["build_seconds"]
