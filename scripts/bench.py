@@ -13,14 +13,13 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench_host import host_costs, host_table
 from bench_paged import PAGED
 from bench_qsa import QSA
 from bench_sage import SAGE
@@ -155,51 +154,6 @@ def failures(result: dict[str, Any]) -> list[str]:
             if "failed" in row and not row.get("peer")]
 
 
-def host_costs() -> dict[str, Any]:
-    """Microseconds of host time: run() and its parts, memory lookup; milliseconds of a disk load."""
-    w, rows = PAGED["P7"], {}
-    w.make()
-    with tempfile.TemporaryDirectory() as directory:
-        for engine in (e for e in ENGINES if e != "reference"):
-            try:
-                rows[engine] = _host_costs_of(w, engine, Path(directory) / "plans")
-            except NotImplementedError:
-                continue
-    w.t.clear()
-    return rows
-
-
-def _host_costs_of(w: Any, engine: str, directory: Path) -> dict[str, Any]:
-    store, signature = PlanStore(directory), w.signature()
-    plan = store.get(signature, "cuda", engine)
-    args, keywords = w.arguments()
-    bound = plan.signature.bind(plan.device, *args, **keywords)
-    workspace = torch.empty(max(plan.workspace_bytes, 1), dtype=torch.uint8, device="cuda")
-    stream, executable = torch.cuda.current_stream().cuda_stream, plan._built.executable
-    fresh = PlanStore(directory)
-    start = time.perf_counter()
-    fresh.get(signature, "cuda", engine)
-    load_ms = 1e3 * (time.perf_counter() - start)
-    return {"run_us": _host_us(lambda: plan.run(*args, **keywords)),
-            "run_unvalidated_us": _host_us(lambda: plan.run(*args, validate=False, **keywords)),
-            "launches_us": _host_us(lambda: executable.launch(bound, workspace.data_ptr(), stream)),
-            "lookup_us": _host_us(lambda: store.get(signature, "cuda", engine)),
-            "load_ms": load_ms, "loads": fresh.stats().loads, "builds": fresh.stats().builds}
-
-
-def _host_us(call: Callable[[], Any], count: int = 50) -> float:
-    """Median host microseconds of one call; few enough in a row that the launch queue (1024) never makes the host wait."""
-    times = []
-    for _ in range(7):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        times.append((time.perf_counter() - start) / count * 1e6)
-    torch.cuda.synchronize()
-    return statistics.median(times)
-
-
 def show(result: dict[str, Any], console: Console) -> None:
     for bench in result["workloads"]:
         table = Table(title=f"{bench['workload']} ({bench['bound']}-bound)", title_justify="left")
@@ -218,8 +172,8 @@ def show(result: dict[str, Any], console: Console) -> None:
         for name in sorted(set(bench) - {"workload", "bound", "limit", "contenders"}):
             console.print(f"{name}: {bench[name]}")
     console.print("limits measured here: " + ", ".join(f"{k} {v:.2f}" for k, v in result["limits"].items()))
-    for engine, row in result.get("host", {}).items():
-        console.print(f"host, {engine}: " + ", ".join(f"{k} {v:.1f}" for k, v in row.items()))
+    if "host" in result:
+        console.print(host_table(result["host"]))
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
