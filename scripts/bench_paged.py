@@ -31,6 +31,10 @@ class PagedWorkload(Workload):
     t: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
+    def limit(self) -> str:         # type: ignore[override]
+        return "matmul_tflops" if self.bound == "compute" else "read_tb_s"
+
+    @property
     def rows(self) -> int:
         return -(-self.seq_len_q // self.q_block_size)
 
@@ -128,16 +132,16 @@ class PagedWorkload(Workload):
         return torch.einsum("qgn,nd->qgd", score.softmax(-1).nan_to_num(0.0), v), heads, queries
 
 
-#                             B    Sq     Hq  Hkv  qb  kvb  page  Skv   blocks
+#                                                          B    Sq     Hq  Hkv  qb  kvb  page  Skv   blocks
 PAGED = {w.name: w for w in (
-    PagedWorkload("P1", 4, 2048, 32, 8, 64, 64, 64, 32768, 32),
-    PagedWorkload("P1-causal", 4, 2048, 32, 8, 64, 64, 64, 32768, 32, mask_type="causal"),
-    PagedWorkload("P1-bits", 4, 2048, 32, 8, 64, 64, 64, 32768, 32, bits=True),
-    PagedWorkload("P1-page16", 4, 2048, 32, 8, 64, 16, 16, 32768, 128),
-    PagedWorkload("P2", 1, 32768, 24, 24, 64, 64, 64, 32768, 52),
-    PagedWorkload("P3", 1, 32768, 24, 24, 128, 128, 128, 32768, 26),
-    PagedWorkload("P4", 1, 75776, 40, 40, 64, 64, 64, 75776, 118),
-    PagedWorkload("P5", 32, 16, 32, 8, 16, 64, 64, 32768, 64, bound="memory"),
-    PagedWorkload("P6", 32, 1, 64, 8, 1, 64, 64, 32768, 64, bound="memory"),
-    PagedWorkload("P7", 8, 1, 64, 8, 1, 64, 64, 32768, 64, bound="memory"),
+    PagedWorkload("P1", "paged prefill, GQA 4, 64/64", 4, 2048, 32, 8, 64, 64, 64, 32768, 32),
+    PagedWorkload("P1-causal", "the same, causal", 4, 2048, 32, 8, 64, 64, 64, 32768, 32, mask_type="causal"),
+    PagedWorkload("P1-bits", "the same, valid bits all ones", 4, 2048, 32, 8, 64, 64, 64, 32768, 32, bits=True),
+    PagedWorkload("P1-page16", "the same, pages and blocks of 16", 4, 2048, 32, 8, 64, 16, 16, 32768, 128),
+    PagedWorkload("P2", "MHA 64/64, 32k", 1, 32768, 24, 24, 64, 64, 64, 32768, 52),
+    PagedWorkload("P3", "MHA 128/128, 32k", 1, 32768, 24, 24, 128, 128, 128, 32768, 26),
+    PagedWorkload("P4", "MHA 64/64, 75,776 tokens, 40 heads", 1, 75776, 40, 40, 64, 64, 64, 75776, 118),
+    PagedWorkload("P5", "short rows, Sq 16", 32, 16, 32, 8, 16, 64, 64, 32768, 64, bound="memory"),
+    PagedWorkload("P6", "decode, GQA 8, batch 32", 32, 1, 64, 8, 1, 64, 64, 32768, 64, bound="memory"),
+    PagedWorkload("P7", "decode, GQA 8, batch 8", 8, 1, 64, 8, 1, 64, 64, 32768, 64, bound="memory"),
 )}

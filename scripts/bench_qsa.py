@@ -114,8 +114,8 @@ def flash_attention_4_dense(w: QsaWorkload) -> Run:
 
 
 QSA = {w.name: w for w in (
-    QsaWorkload("Q1", 12, 1, 8192),
-    QsaWorkload("Q2", 12, 1, 32768),
-    QsaWorkload("Q3", 12, 1, 32768, correlated=False),
-    QsaWorkload("Q4", 24, 2, 16384),
+    QsaWorkload("Q1", "QSA 12/1, T 8192, correlated", 12, 1, 8192),
+    QsaWorkload("Q2", "QSA 12/1, T 32768, correlated", 12, 1, 32768),
+    QsaWorkload("Q3", "QSA 12/1, T 32768, random", 12, 1, 32768, correlated=False),
+    QsaWorkload("Q4", "QSA 24/2, T 16384, correlated", 24, 2, 16384),
 )}

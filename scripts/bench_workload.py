@@ -31,9 +31,11 @@ class Workload(ABC):
     """One named workload. `make` puts its tensors on the GPU in `t`; `t.clear()` frees them."""
 
     name: str
+    title: str                      # for the tables: its shape in a few words
     bound = "compute"               # what limits it: compute (TFLOPS) or memory (TB/s)
     limit = "matmul_tflops"         # the measured machine limit it is held against
-    worst_row = 1e-2                # relative L2 of one (query, head) row that disqualifies a contender
+    worst_row = 1e-2                # relative L2 of one (query, head) row that disqualifies an engine of ours
+    peers_worst_row = 1e-2          # and a peer
 
     @abstractmethod
     def make(self) -> None: ...
