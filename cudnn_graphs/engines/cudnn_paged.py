@@ -39,7 +39,7 @@ class FoldWorkspace:
     table: int
     seq_q: int
     seq_kv: int
-    full_blocks: int
+    row_notes: int
     tail: int
     graph: int
     nbytes: int
@@ -129,13 +129,13 @@ class CudnnPagedExecutable:
         tail_at = workspace + w.tail
         params = pack_params(arguments, tail_at, tail_at + (0 if self.tail is None else self.tail.partials.lse_offset)) + _FOLD.pack(
             workspace + w.q, workspace + w.out, workspace + w.stats, workspace + w.table, workspace + w.seq_q, workspace + w.seq_kv,
-            workspace + w.full_blocks, arguments.k.stride(0) // (shape.sub_page * shape.head_dim), shape.columns, shape.sub_page, shape.packed_rows,
+            workspace + w.row_notes, arguments.k.stride(0) // (shape.sub_page * shape.head_dim), shape.columns, shape.sub_page, shape.packed_rows,
             self.tail is None)
         grid = (shape.rows, 1, 1)
         self.kernels["fold"].launch(grid, (params,), stream)
         self._execute_graph(arguments, workspace, stream)
         if self.tail is not None:
-            self.tail.launch(self.kernels["tail"], arguments, tail_at, stream)
+            self.tail.launch(self.kernels["tail"], arguments, params, stream)
         self.kernels["unfold"].launch(grid, (params,), stream)
 
     def _execute_graph(self, arguments: PagedArguments, workspace: int, stream: int) -> None:

@@ -11,7 +11,7 @@ from ..descriptor import SparseBlockDescriptor
 from ..runtime.devices import DeviceFacts
 from ..runtime.launch import LoadedKernel
 from ..runtime.nvrtc import KernelSource
-from .paged_launch import CUDA_TYPES, SplitWorkspace, launch_merge, merge_source, pack_params
+from .paged_launch import CUDA_TYPES, SplitWorkspace, launch_merge, merge_source
 
 _RESERVED_SMEM = 1024           # bytes the driver keeps of every block's shared memory
 _STATE_BYTES = 144              # PagedConfig: CtaState and GatherState
@@ -92,11 +92,12 @@ def _source(descriptor: SparseBlockDescriptor, tile: Tile, tail_only: bool) -> K
     entry = f"portable_paged_{dtype}_d{d}_m{tile.rows}{flags}"
     numbers = ", ".join(map(str, (d, tile.fragments, tile.row_warps, tile.key_warps, tile.keys, tile.stages)))
     booleans = ", ".join("true" if on else "false" for on in (causal, bits, tail_only))
-    text = f"""#include "portable/paged_attention.cuh"
+    function, params = ("paged_tail", "FoldParams") if tail_only else ("paged_attention", "PagedParams")
+    text = f"""#include "portable/{function}.cuh"
 using Config = PagedConfig<{dtype}, {numbers}, {booleans}>;
 static_assert(Config::kSmemBytes == {tile.smem_bytes}, "Tile.smem_bytes and PagedConfig disagree");
-extern "C" __global__ void __launch_bounds__({tile.threads}, {tile.blocks_per_sm}) {entry}(const __grid_constant__ PagedParams p) {{
-    paged_attention<Config>(p);
+extern "C" __global__ void __launch_bounds__({tile.threads}, {tile.blocks_per_sm}) {entry}(const __grid_constant__ {params} p) {{
+    {function}<Config>(p);
 }}
 """
     return KernelSource(entry, text, threads=tile.threads, smem_bytes=tile.smem_bytes)
@@ -140,21 +141,23 @@ class PortablePagedDesign:
 
 
 class PortableTailDesign:
-    """A row's partial last block alone, as one partial result: lse -inf and nothing else for a row without one.
+    """The partial last block of each row that has one, as one partial result: kernels/portable/paged_tail.cuh.
 
     For an engine that computes the full blocks elsewhere and merges the two by lse.
     """
 
     def __init__(self, descriptor: SparseBlockDescriptor, device: DeviceFacts) -> None:
-        self.tile = choose_tile(_packed_rows(descriptor), descriptor.head_dim, "causal" in descriptor.masks, device)
+        # Few query rows a CTA: one key tile is soon done, and wider ones leave no register for the walk over the tails.
+        self.tile = choose_tile(min(_packed_rows(descriptor), 32), descriptor.head_dim, "causal" in descriptor.masks, device)
         self.kernel = _source(descriptor, self.tile, tail_only=True)
         self.partials = SplitWorkspace.one(descriptor)
         self.workspace_bytes = self.partials.nbytes
+        self._most_blocks = device.sm_count * self.tile.blocks_per_sm
 
-    def launch(self, kernel: LoadedKernel, arguments: PagedArguments, workspace: int, stream: int) -> None:
-        """`workspace`: where partial_out [1, items, D] and, at `partials.lse_offset`, partial_lse [1, items] are written."""
-        params = pack_params(arguments, workspace, workspace + self.partials.lse_offset)
-        kernel.launch(_grid(self.tile, arguments, 1), (params,), stream)
+    def launch(self, kernel: LoadedKernel, arguments: PagedArguments, params: bytes, stream: int) -> None:
+        """`params`: a packed FoldParams, whose partial_out [1, items, D] and partial_lse [1, items] are written."""
+        tiles, _, _ = _grid(self.tile, arguments, 1)
+        kernel.launch((min(tiles, self._most_blocks), 1, 1), (params,), stream)
 
 
 def design_portable_paged(descriptor: SparseBlockDescriptor, device: DeviceFacts) -> PortablePagedDesign:

@@ -17,14 +17,17 @@ struct FoldParams {
     i32* table;                 // [rows, columns] sub-pages
     i32* seq_q;                 // [rows]
     i32* seq_kv;                // [rows]
-    i32* full_blocks;           // [rows]; kBadRow: zeros and lse -inf
+    i32* row_notes;             // [rows] full blocks, and whether the row has a tail; kBadRow: zeros and lse -inf
     i64 sub_pages_per_page;     // page stride in sub-pages
     i32 columns, sub_page, packed_rows;
     i32 tail_in_graph;          // every byte of a listed block is promised finite: the graph takes the partial block too
 };
 
 constexpr int kFoldThreads = 256;
+constexpr int kFoldBatch = 4;       // 16-byte chunks that a thread has in flight: copying is all there is to do
 constexpr int kBadRow = -1;
+constexpr int kHasTail = 1 << 30;
+DEVICE bool has_tail(int notes) { return notes >= 0 && (notes & kHasTail); }
 
 struct FoldedRow {
     int b, h, r;
@@ -56,7 +59,7 @@ DEVICE void fold_table(const FoldParams& f, const FoldedRow& at, int lane) {
     i32* table = f.table + i64(blockIdx.x) * f.columns;
     const int per_block = p.kv_block_size / f.sub_page;
     int full = 0, cut = 0;      // blocks in the table, and tokens that the last of them lacks
-    bool bad = false;
+    bool bad = false, tail = false;
     RowSpan row{};
     if (at.b < p.batch) row = resolve_row(p, at.b, at.h, at.r), bad = row.bad;
     for (int first = 0; first < row.count; first += 32) {
@@ -65,12 +68,13 @@ DEVICE void fold_table(const FoldParams& f, const FoldedRow& at, int lane) {
         const i64 past = (i64(block) + 1) * p.kv_block_size - row.length;
         const bool is_full = listed && block >= 0 && (f.tail_in_graph || past <= 0);
         if (is_full && past > 0) cut = i32(past);
+        tail |= listed && !is_full;
         const u32 mask = __ballot_sync(~0u, is_full);
         const int slot = (full + __popc(mask & ((1u << lane) - 1))) * per_block;
         if (listed) bad |= !fold_block(f, row, at.h, block, is_full && slot + per_block <= f.columns ? table + slot : nullptr);
         full += __popc(mask);
     }
-    bad = __any_sync(~0u, bad);
+    bad = __any_sync(~0u, bad), tail = __any_sync(~0u, tail);
     full = bad ? 0 : min(full, f.columns / per_block);
     for (int other = 16; other > 0; other /= 2) cut = max(cut, __shfl_xor_sync(~0u, cut, other));
     cut = full > 0 ? min(cut, p.kv_block_size) : 0;
@@ -80,7 +84,7 @@ DEVICE void fold_table(const FoldParams& f, const FoldedRow& at, int lane) {
     if (lane == 0) {
         f.seq_q[blockIdx.x] = f.packed_rows;
         f.seq_kv[blockIdx.x] = full * p.kv_block_size - cut;
-        f.full_blocks[blockIdx.x] = bad ? kBadRow : full;
+        f.row_notes[blockIdx.x] = bad ? kBadRow : full | (tail ? kHasTail : 0);
     }
 }
 
@@ -93,24 +97,32 @@ DEVICE void fold_row(const FoldParams& f) {
     constexpr int kChunks = D / 8;      // 16 bytes of two-byte elements
     uint4* to = static_cast<uint4*>(f.q) + i64(blockIdx.x) * f.packed_rows * kChunks;
     const u16* from = static_cast<const u16*>(p.q) + at.b * p.q_stride_b;
-    for (int i = threadIdx.x; i < f.packed_rows * kChunks; i += kFoldThreads) {
-        const int m = i / kChunks, token = at.r * p.q_block_size + m / p.group, head = at.h * p.group + m % p.group;
-        uint4 chunk = make_uint4(0, 0, 0, 0);
-        if (token < p.seq_len_q) chunk = *reinterpret_cast<const uint4*>(from + token * p.q_stride_t + head * p.q_stride_h + i % kChunks * 8);
-        to[i] = chunk;
+    const int chunks = f.packed_rows * kChunks;
+    for (int first = threadIdx.x; first < chunks; first += kFoldBatch * kFoldThreads) {
+        uint4 chunk[kFoldBatch];
+#pragma unroll
+        for (int j = 0; j < kFoldBatch; ++j) {
+            const int i = first + j * kFoldThreads, m = i / kChunks;
+            const int token = at.r * p.q_block_size + u32(m) / u32(p.group), head = at.h * p.group + u32(m) % u32(p.group);
+            chunk[j] = make_uint4(0, 0, 0, 0);
+            if (i < chunks && token < p.seq_len_q)
+                chunk[j] = *reinterpret_cast<const uint4*>(from + token * p.q_stride_t + head * p.q_stride_h + i % kChunks * 8);
+        }
+#pragma unroll
+        for (int j = 0; j < kFoldBatch; ++j)
+            if (first + j * kFoldThreads < chunks) to[first + j * kFoldThreads] = chunk[j];
     }
 }
 
-// Eight channels of cuDNN's part and of the tail's part, merged by lse. A part of lse -inf is never read.
+// Eight channels of cuDNN's part, `chunk`, and of the tail's part, merged by lse. What a part of lse -inf holds is not used.
 template <typename T>
-DEVICE uint4 merge_chunk(const uint4* cudnn, float lse_cudnn, const float* tail, float lse_tail) {
-    if (lse_tail == NEG_INF) return *cudnn;
+DEVICE uint4 merge_chunk(uint4 chunk, float lse_cudnn, const float* tail, float lse_tail) {
+    if (lse_tail == NEG_INF) return chunk;
     float sum[8] = {}, part[8];
     const float top = fmaxf(lse_cudnn, lse_tail);
     const float weight_cudnn = lse_cudnn == NEG_INF ? 0.f : exp2_approx((lse_cudnn - top) * kLog2e);
     const float weight_tail = exp2_approx((lse_tail - top) * kLog2e);
     if (lse_cudnn != NEG_INF) {
-        const uint4 chunk = *cudnn;
         const u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum[i] = weight_cudnn * to_float<T>(words[i / 2] >> (i % 2 * 16) & 0xffff);
@@ -122,29 +134,54 @@ DEVICE uint4 merge_chunk(const uint4* cudnn, float lse_cudnn, const float* tail,
     return make_uint4(pack2<T>(sum[0], sum[1]), pack2<T>(sum[2], sum[3]), pack2<T>(sum[4], sum[5]), pack2<T>(sum[6], sum[7]));
 }
 
+// Chunk i of a folded row: where it goes, and its two lse.
+template <typename T, int D>
+struct UnfoldedChunk {
+    static constexpr int kChunks = D / 8;
+    int token, head, column;
+    i64 item;                   // of the tail's partial result
+    float lse_cudnn;
+    uint4 cudnn;
+
+    DEVICE void load(const FoldParams& f, const FoldedRow& at, int i, bool full) {
+        const PagedParams& p = f.paged;
+        const int m = i / kChunks;
+        token = at.r * p.q_block_size + u32(m) / u32(p.group), head = at.h * p.group + u32(m) % u32(p.group), column = i % kChunks * 8;
+        item = (i64(at.b) * p.seq_len_q + token) * (p.num_kv_heads * p.group) + head;
+        lse_cudnn = NEG_INF;
+        if (!full || i >= f.packed_rows * kChunks) return;
+        const i64 row = i64(blockIdx.x) * f.packed_rows;
+        lse_cudnn = f.stats[row + m];
+        cudnn = static_cast<const uint4*>(f.out)[row * kChunks + i];
+    }
+
+    DEVICE void store(const FoldParams& f, const FoldedRow& at, bool tail) const {
+        const PagedParams& p = f.paged;
+        if (token >= p.seq_len_q) return;
+        const float lse_tail = tail ? p.partial_lse[item] : NEG_INF;
+        const bool empty = lse_cudnn == NEG_INF && lse_tail == NEG_INF;
+        const uint4 chunk = empty ? make_uint4(0, 0, 0, 0) : merge_chunk<T>(cudnn, lse_cudnn, p.partial_out + item * D + column, lse_tail);
+        u16* out = static_cast<u16*>(p.out) + at.b * p.out_stride_b + token * p.out_stride_t + head * p.out_stride_h + column;
+        *reinterpret_cast<uint4*>(out) = chunk;
+        if (p.lse == nullptr || column != 0) return;
+        const float top = fmaxf(lse_cudnn, lse_tail);
+        const float sum = exp2_approx((lse_cudnn - top) * kLog2e) + exp2_approx((lse_tail - top) * kLog2e);
+        p.lse[(i64(at.b) * p.num_kv_heads * p.group + head) * p.seq_len_q + token] = empty ? NEG_INF : top + log2_approx(sum) * kLn2;
+    }
+};
+
 template <typename T, int D>
 DEVICE void unfold_row(const FoldParams& f) {
-    const PagedParams& p = f.paged;
-    const FoldedRow at(p);
-    if (at.b >= p.batch) return;
-    constexpr int kChunks = D / 8;
-    const int full = f.full_blocks[blockIdx.x], heads = p.num_kv_heads * p.group;
-    const i64 row = i64(blockIdx.x) * f.packed_rows;
-    u16* out = static_cast<u16*>(p.out) + at.b * p.out_stride_b;
-    for (int i = threadIdx.x; i < f.packed_rows * kChunks; i += kFoldThreads) {
-        const int m = i / kChunks, token = at.r * p.q_block_size + m / p.group, head = at.h * p.group + m % p.group;
-        if (token >= p.seq_len_q) continue;
-        const i64 item = (i64(at.b) * p.seq_len_q + token) * heads + head;
-        const float lse_cudnn = full > 0 ? f.stats[row + m] : NEG_INF;
-        const float lse_tail = full == kBadRow || f.tail_in_graph ? NEG_INF : p.partial_lse[item];
-        const bool empty = lse_cudnn == NEG_INF && lse_tail == NEG_INF;
-        uint4 chunk = make_uint4(0, 0, 0, 0);
-        if (!empty) chunk = merge_chunk<T>(static_cast<const uint4*>(f.out) + row * kChunks + i, lse_cudnn, p.partial_out + item * D + i % kChunks * 8, lse_tail);
-        *reinterpret_cast<uint4*>(out + token * p.out_stride_t + head * p.out_stride_h + i % kChunks * 8) = chunk;
-        if (p.lse != nullptr && i % kChunks == 0) {
-            const float top = fmaxf(lse_cudnn, lse_tail);
-            const float sum = exp2_approx((lse_cudnn - top) * kLog2e) + exp2_approx((lse_tail - top) * kLog2e);
-            p.lse[(i64(at.b) * heads + head) * p.seq_len_q + token] = empty ? NEG_INF : top + log2_approx(sum) * kLn2;
-        }
+    const FoldedRow at(f.paged);
+    if (at.b >= f.paged.batch) return;
+    const int notes = f.row_notes[blockIdx.x], chunks = f.packed_rows * (D / 8);
+    const bool full = notes >= 0 && (notes & ~kHasTail) > 0;
+    for (int first = threadIdx.x; first < chunks; first += kFoldBatch * kFoldThreads) {
+        UnfoldedChunk<T, D> chunk[kFoldBatch];
+#pragma unroll
+        for (int j = 0; j < kFoldBatch; ++j) chunk[j].load(f, at, first + j * kFoldThreads, full);
+#pragma unroll
+        for (int j = 0; j < kFoldBatch; ++j)
+            if (first + j * kFoldThreads < chunks) chunk[j].store(f, at, has_tail(notes));
     }
 }

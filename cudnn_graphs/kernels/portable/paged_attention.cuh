@@ -166,10 +166,11 @@ private:
     }
 };
 
+// One tile of query rows over its share of the row's list. All threads of the CTA.
 template <typename C>
-DEVICE void paged_attention(const PagedParams& p) {
+DEVICE void attend_tile(const PagedParams& p, int x, int split) {
     {
-        const QueryTile tile = QueryTile::of_block<C>(p);
+        const QueryTile tile = QueryTile::of<C>(p, x, split);
         if (tile.count <= 0) return;
         const CtaState cta = CtaState::of<C>(p, tile);
         if (cta.first_tile == cta.end_tile) return store_nothing<C>(p, tile, cta.row.bad);
@@ -203,3 +204,6 @@ DEVICE void paged_attention(const PagedParams& p) {
     share_accumulators<C>(warp.acc, warp.softmax);
     store_rows<C>(p, state<C>().tile);
 }
+
+template <typename C>
+DEVICE void paged_attention(const PagedParams& p) { attend_tile<C>(p, blockIdx.x, blockIdx.y); }

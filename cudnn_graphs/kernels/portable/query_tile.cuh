@@ -12,19 +12,21 @@ struct QueryTile {
     int count;                  // rows of this tile that exist, <= 0: none
     int first_token;            // of the sparse row
 
-    // Grid: x = ((b * num_kv_heads + h) * rows + r) * m_tiles + m_tile, y = split: CTAs that run together share a KV head.
     template <typename C>
-    static DEVICE QueryTile of_block(const PagedParams& p) {
+    static DEVICE int tiles_of_row(const PagedParams& p) { return ceil_div(min(p.q_block_size, p.seq_len_q) * p.group, C::kRows); }
+
+    // x = ((b * num_kv_heads + h) * rows + r) * m_tiles + m_tile: CTAs that run together share a KV head.
+    template <typename C>
+    static DEVICE QueryTile of(const PagedParams& p, int x, int split) {
         QueryTile tile;
-        const int m_tiles = ceil_div(min(p.q_block_size, p.seq_len_q) * p.group, C::kRows);
-        int x = blockIdx.x;
+        const int m_tiles = tiles_of_row<C>(p);
         tile.first = x % m_tiles * C::kRows;
         x /= m_tiles;
         tile.r = x % p.rows;
         x /= p.rows;
         tile.h = x % p.num_kv_heads;
         tile.b = x / p.num_kv_heads;
-        tile.split = blockIdx.y;
+        tile.split = split;
         tile.first_token = tile.r * p.q_block_size;
         tile.count = min(C::kRows, min(p.q_block_size, p.seq_len_q - tile.first_token) * p.group - tile.first);
         return tile;
