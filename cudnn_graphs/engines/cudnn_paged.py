@@ -20,8 +20,9 @@ from ..runtime.cubins import CubinCache
 from ..runtime.cudnn_plans import build_plan, handle_for, load_plan
 from ..runtime.devices import DeviceFacts
 from ..runtime.launch import LoadedKernel
-from ..runtime.nvrtc import Cubin, KernelSource, Resources, source_digest
+from ..runtime.nvrtc import KernelSource, source_digest
 from .base import Compiled
+from .kernel_engine import kernel_facts, load_kernels
 from .paged_launch import CUDA_TYPES, pack_params
 from .portable_paged import PortableTailDesign, design_tail
 
@@ -81,23 +82,20 @@ class CudnnPagedEngine:
         import cudnn
         shape = FoldedShape.of(descriptor)
         plan = build_plan(lambda **where: paged_sdpa.build_graph(cudnn, shape, descriptor.qk_dtype, **where), device)
-        built = {role: cubins.get(source, device.arch) for role, source in kernel_sources(descriptor, device).items()}
+        sources = kernel_sources(descriptor, device)
+        built = {role: cubins.get(source, device.arch) for role, source in sources.items()}
         tail = tail_design(descriptor, device)
         workspace = FoldWorkspace.of(shape, 0 if tail is None else tail.workspace_bytes, plan.workspace_bytes)
         facts = {
             "config": {"folded_rows": shape.rows, "packed_rows": shape.packed_rows, "sub_page": shape.sub_page, "table_columns": shape.columns,
                        "graph_workspace_bytes": plan.workspace_bytes},
             "workspace_bytes": workspace.nbytes,
-            "kernels": [{"role": "graph", "name": name} for name in plan.kernels]
-            + [{"role": role, "name": kernel_sources(descriptor, device)[role].entry} | cubin.resources.to_json() for role, cubin in built.items()],
+            "kernels": [{"role": "graph", "name": name} for name in plan.kernels] + kernel_facts(sources, built),
         }
         return Compiled(facts, {"graph": plan.blob, **{role: cubin.image for role, cubin in built.items()}})
 
     def load(self, descriptor: SparseBlockDescriptor, device: DeviceFacts, compiled: Compiled) -> CudnnPagedExecutable:
-        index = device.torch_device.index
-        resources = {k["role"]: Resources(**{f: k[f] for f in Resources.__slots__}) for k in compiled.facts["kernels"] if k["role"] != "graph"}
-        kernels = {role: LoadedKernel(Cubin(compiled.parts[role], resources[role], ""), source.entry, index)
-                   for role, source in kernel_sources(descriptor, device).items()}
+        kernels = load_kernels(kernel_sources(descriptor, device), compiled, device)
         return CudnnPagedExecutable(descriptor, device, load_plan(compiled.parts["graph"], device), kernels,
                                     compiled.facts["config"]["graph_workspace_bytes"])
 

@@ -27,6 +27,19 @@ class KernelDesign(Protocol):
 Designer = Callable[[SparseBlockDescriptor, DeviceFacts], KernelDesign]
 
 
+def kernel_facts(sources: Mapping[str, KernelSource], built: Mapping[str, Cubin]) -> list[dict[str, Any]]:
+    """What a plan says of its kernels: `load_kernels` reads it again."""
+    return [{"role": role, "name": sources[role].entry} | cubin.resources.to_json() for role, cubin in built.items()]
+
+
+def load_kernels(sources: Mapping[str, KernelSource], compiled: Compiled, device: DeviceFacts) -> dict[str, LoadedKernel]:
+    """The kernels of a plan's parts on its device, by role."""
+    facts = {k["role"]: k for k in compiled.facts["kernels"]}
+    resources = {role: Resources(**{field: facts[role][field] for field in Resources.__slots__}) for role in sources}
+    return {role: LoadedKernel(Cubin(compiled.parts[role], resources[role], ""), source.entry, device.torch_device.index)
+            for role, source in sources.items()}
+
+
 class KernelEngine:
     """An engine whose plans are cubins. `designers` maps a descriptor kind to what designs it."""
 
@@ -40,16 +53,12 @@ class KernelEngine:
     def compile(self, descriptor: SparseBlockDescriptor, device: DeviceFacts, cubins: CubinCache) -> Compiled:
         design = self.design(descriptor, device)
         built = {role: cubins.get(source, device.arch) for role, source in design.kernels.items()}
-        facts = {"config": design.config, "workspace_bytes": design.workspace_bytes,
-                 "kernels": [{"role": role, "name": design.kernels[role].entry} | cubin.resources.to_json() for role, cubin in built.items()]}
+        facts = {"config": design.config, "workspace_bytes": design.workspace_bytes, "kernels": kernel_facts(design.kernels, built)}
         return Compiled(facts, {role: cubin.image for role, cubin in built.items()})
 
     def load(self, descriptor: SparseBlockDescriptor, device: DeviceFacts, compiled: Compiled) -> KernelExecutable:
         design = self.design(descriptor, device)
-        index = device.torch_device.index
-        resources = {k["role"]: Resources(**{f: k[f] for f in Resources.__slots__}) for k in compiled.facts["kernels"]}
-        kernels = {role: LoadedKernel(Cubin(compiled.parts[role], resources[role], ""), source.entry, index) for role, source in design.kernels.items()}
-        return KernelExecutable(design, kernels)
+        return KernelExecutable(design, load_kernels(design.kernels, compiled, device))
 
     def source_digest(self, descriptor: SparseBlockDescriptor, device: DeviceFacts) -> str:
         digests = [source_digest(source) for source in self.design(descriptor, device).kernels.values()]
