@@ -88,49 +88,17 @@ def row_aligned(name: str, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-Structure = tuple[Any, ...]
-_MOST_STRUCTURES = 256
-
-
-def structure(device: torch.device, fixed: tuple[Any, ...], free: tuple[Any, ...]) -> Structure | None:
-    """Everything about tensors that the checks look at except their addresses beyond alignment: equal structures pass alike.
-
-    About 5 us, against 40 for the checks themselves. Of the `free` vectors the length is left out, since it varies from
-    call to call. None where a value is no tensor: then only the checks can say what is wrong.
-    """
-    parts: list[Any] = [device]
-    for value in fixed:
-        if isinstance(value, torch.Tensor):
-            parts.append((value.dtype, value.device, value.shape, value.stride(), value.data_ptr() & 15))
-        elif value is not None:
-            return None
-        else:
-            parts.append(None)
-    for value in free:
-        if value is None:
-            parts.append(None)
-        elif isinstance(value, torch.Tensor) and value.dim() == 1:
-            parts.append((value.dtype, value.device, value.is_contiguous()))      # not the stride: one element is contiguous at any
-        else:
-            return None
-    return tuple(parts)
-
-
-def remember(passed: set[Structure], checked: Structure | None) -> None:
-    """Keep a structure that passed; forget all when there are too many, so that varying shapes cannot grow the set."""
-    if checked is not None and checked not in passed:
-        if len(passed) >= _MOST_STRUCTURES:
-            passed.clear()
-        passed.add(checked)
+def span_bytes(value: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if value.is_contiguous() or not value.numel():
+        return value.nbytes
+    return (1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride()))) * value.element_size()
 
 
 def _extent(value: torch.Tensor) -> tuple[int, int]:
     """First byte and the one past the last that a tensor's elements touch."""
-    start, size = value.data_ptr(), value.element_size()
-    if value.is_contiguous():
-        return start, start + value.numel() * size
-    span = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride()))
-    return start, start + span * size if value.numel() else start
+    start = value.data_ptr()
+    return start, start + span_bytes(value)
 
 
 class _Layout:

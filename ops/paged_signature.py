@@ -15,6 +15,7 @@ from ..errors import problem
 from ..planning.signature import Signature, register_signature
 from ..runtime.devices import DeviceFacts
 from . import checks
+from .known_calls import KnownCalls
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_DIMS = (64, 128, 256)
@@ -150,16 +151,14 @@ class PagedBlockSparseSignature(Signature):
              out: torch.Tensor | None = None, lse: torch.Tensor | None = None, validate: bool = True) -> PagedArguments:
         """The run arguments of `BlockSparsePagedTSWrapper.run`, checked and with outputs allocated."""
         scale = checks.positive_scale("sm_scale", sm_scale, self.head_dim ** -0.5)
-        structure = None
         if validate:
-            given = (q, paged_kv_cache, paged_kv_indptr, paged_kv_indices, seq_lens_kv, block_indptr, block_indices, block_tables, kv_valid_bits)
             caches = paged_kv_cache if isinstance(paged_kv_cache, tuple) and len(paged_kv_cache) == 2 else (paged_kv_cache,)
-            structure = checks.structure(device.torch_device, (q, *caches, paged_kv_indptr, seq_lens_kv, block_indptr, block_tables, kv_valid_bits, out, lse),
-                                         (paged_kv_indices, block_indices))
-            if structure is None or structure not in self._passed:
-                self._check_tensors(device.torch_device, *given)
+            outputs, inputs = (out, lse), (q, *caches, paged_kv_indptr, seq_lens_kv, block_indptr, block_tables, kv_valid_bits)
+            call = self._passed.look(device, outputs, inputs, (paged_kv_indices, block_indices))
+            if not call.known:
+                self._check_tensors(device.torch_device, q, paged_kv_cache, paged_kv_indptr, paged_kv_indices, seq_lens_kv, block_indptr, block_indices,
+                                    block_tables, kv_valid_bits)
         k, v = (paged_kv_cache.select(1, 0), paged_kv_cache.select(1, 1)) if isinstance(paged_kv_cache, torch.Tensor) else paged_kv_cache
-        given_out, given_lse = out, lse
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if lse is None and self.return_lse:
@@ -168,16 +167,14 @@ class PagedBlockSparseSignature(Signature):
                                    block_indptr, block_indices, seq_lens_kv, kv_valid_bits, scale, self.max_seq_len_kv,
                                    self.max_blocks_per_row,  # type: ignore[arg-type]
                                    self.q_block_size, self.kv_block_size, self.mask_type == "causal")
-        if validate:
-            if given_out is not None or given_lse is not None:
-                self._check_outputs(arguments, given_out, given_lse, known=structure in self._passed)
-            checks.remember(self._passed, structure)
+        if validate and not call.apart():
+            self._check_outputs(arguments, *outputs, known=call.known)
+            self._passed.remember(call, outputs, inputs)
         return arguments
 
     @cached_property
-    def _passed(self) -> set[checks.Structure]:
-        """Structures of earlier calls that passed every check that does not depend on addresses."""
-        return set()
+    def _passed(self) -> KnownCalls:
+        return KnownCalls()
 
     def _check_tensors(self, device: torch.device, q: Any, cache: Any, page_indptr: Any, page_indices: Any, seq_lens: Any, block_indptr: Any,
                        block_indices: Any, block_tables: Any, valid_bits: Any) -> None:

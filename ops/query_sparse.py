@@ -17,6 +17,7 @@ from ..planning import PlanStore, default_store
 from ..planning.signature import Signature, register_signature
 from ..runtime.devices import DeviceFacts, device_facts
 from . import checks
+from .known_calls import KnownCalls
 from .qsa_metadata import BLOCK_TOKENS
 
 HEAD_DIM = 256
@@ -25,6 +26,7 @@ SOURCES = ("bitmap", "indices")
 MAX_INDICES = 2052
 _LEAST_CLASS = 512
 _METADATA = ("lo", "hi", "blk_base", "tok_base", "block_first", "block_last")
+_SELECTION = {"bitmap": ("sel_blocks", *_METADATA), "indices": ("indices",)}
 
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -147,37 +149,34 @@ class QuerySparseSignature(Signature):
         selection, scale = self._selection(rows, named)
         if validate:
             scale = _finite(scale)
-            tensors = (q, k, v, *selection.values())
-            structure = checks.structure(device.torch_device, (*tensors, out, out_fp32, lse), ())
-            if structure is None or structure not in self._passed:
+            outputs, inputs = (out, out_fp32, lse), (q, k, v, *selection.values())
+            call = self._passed.look(device, outputs, inputs)
+            if not call.known:
                 self._check_tensors(device.torch_device, q, k, v, selection)
-        given = {"out": out, "out_fp32": out_fp32, "lse": lse}
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         out_fp32 = torch.empty(q.shape, dtype=torch.float32, device=q.device) if out_fp32 is None else out_fp32
         lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device) if lse is None else lse
         arguments = QuerySparseArguments(q, k, v, out, out_fp32, lse, scale, **selection)
-        if validate:
-            if any(tensor is not None for tensor in given.values()):
-                _check_outputs(arguments, given, selection, known=structure in self._passed)
-            checks.remember(self._passed, structure)
+        if validate and not call.apart():
+            _check_outputs(arguments, outputs, selection, known=call.known)
+            self._passed.remember(call, outputs, inputs)
         return arguments
 
     def _selection(self, rows: tuple[Any, ...], named: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """The tensors that select, by name, and the scale, however the caller passed them."""
-        names = ("sel_blocks", *_METADATA) if self.source == "bitmap" else ("indices",)
-        given = dict(zip((*names, "scale"), rows))
-        need = f"q, k, v, {', '.join(names)}, scale"
-        if len(rows) > len(names) + 1 or not set(named) <= {*names, "scale"} - set(given):
-            raise TypeError(problem("run", f"{len(rows) + 3} arguments and {sorted(named)}", need, "see the operation's docstring"))
-        given |= named
-        if missing := [name for name in names if name not in given]:
-            raise TypeError(problem("run", f"no {', '.join(missing)}", need, "see the operation's docstring"))
+        names, given = _SELECTION[self.source], dict(zip((*_SELECTION[self.source], "scale"), rows))
+        if named or len(rows) < len(names) or len(rows) > len(names) + 1:
+            need = f"q, k, v, {', '.join(names)}, scale"
+            if len(rows) > len(names) + 1 or not set(named) <= {*names, "scale"} - set(given):
+                raise TypeError(problem("run", f"{len(rows) + 3} arguments and {sorted(named)}", need, "see the operation's docstring"))
+            given |= named
+            if missing := [name for name in names if name not in given]:
+                raise TypeError(problem("run", f"no {', '.join(missing)}", need, "see the operation's docstring"))
         return {name: given[name] for name in names}, given.get("scale", 1 / 16)
 
     @cached_property
-    def _passed(self) -> set[checks.Structure]:
-        """Structures of earlier calls that passed every check that does not depend on addresses."""
-        return set()
+    def _passed(self) -> KnownCalls:
+        return KnownCalls()
 
     def _check_tensors(self, device: torch.device, q: Any, k: Any, v: Any, selection: dict[str, Any]) -> None:
         for name, value in {"q": q, "k": k, "v": v, **selection}.items():
@@ -226,16 +225,16 @@ def _check_indices(indices: torch.Tensor, total: int, device: torch.device) -> N
         raise NotImplementedError(problem("indices", f"W = {width}", f"a positive multiple of {BLOCK_TOKENS} up to {MAX_INDICES}", "pad rows with -1"))
 
 
-def _check_outputs(a: QuerySparseArguments, given: dict[str, Any], selection: dict[str, torch.Tensor], known: bool) -> None:
-    """`known`: an equal structure has passed; then only addresses are left to check."""
+def _check_outputs(a: QuerySparseArguments, given: tuple[Any, Any, Any], selection: dict[str, torch.Tensor], known: bool) -> None:
+    """`known`: an equal call has passed; then only addresses are left to check."""
     shape = tuple(a.q.shape)
-    needs = {"out": (a.out, torch.bfloat16, shape), "out_fp32": (a.out_fp32, torch.float32, shape), "lse": (a.lse, torch.float32, (shape[1], shape[0]))}
+    needs = {"out": (torch.bfloat16, shape), "out_fp32": (torch.float32, shape), "lse": (torch.float32, (shape[1], shape[0]))}
     others: dict[str, torch.Tensor | None] = {"q": a.q, "k": a.k, "v": a.v, **selection}
-    for name, (value, dtype, need) in needs.items():
-        if given[name] is not None:
+    for (name, (dtype, need)), value in zip(needs.items(), given):
+        if value is not None:
             if not known:
                 _check(name, checks.tensor(name, value), dtype, need, a.q.device)
                 if name != "lse" and value.data_ptr() % 16:
                     raise ValueError(problem(name, f"address {value.data_ptr():#x}", "16-byte alignment", "allocate it with torch.empty"))
             checks.no_overlap(name, value, others)
-        others[name] = value
+            others[name] = value

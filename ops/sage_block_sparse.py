@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from . import checks
 from .sage_signature import HEAD_DIM, SageBlockSparseSignature, check_flags, check_v_layout
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+_signature = functools.lru_cache(maxsize=256)(SageBlockSparseSignature)     # one object per size: it remembers which calls passed its checks
 
 
 def sage_block_sparse_attention(
@@ -44,7 +47,7 @@ def sage_block_sparse_attention(
     checks.flag("return_lse", return_lse)
     check_v_layout(v_layout)
     check_flags(uniform_block_count, contiguous_block_indices)
-    signature = SageBlockSparseSignature(
+    signature = _signature(
         **_sizes(q_int8, k_int8, q2k_block_index), has_counts=q2k_block_nums is not None, block_sizes_rank=_rank(block_sizes),
         uniform=uniform_block_count, contiguous=contiguous_block_indices, v_layout=v_layout, return_lse=return_lse or lse is not None)
     facts = device_facts(q_int8.device)

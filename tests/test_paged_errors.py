@@ -452,7 +452,7 @@ def test_a_tuple_of_one_is_not_taken_for_the_combined_cache_that_passed_before(s
     lambda a: {"page_indptr": a["page_indptr"][:-1]}, lambda a: {"page_indptr": None, "page_indices": None},
 ])
 def test_nothing_that_is_refused_alone_is_accepted_after_a_call_that_passed(case, store, change):
-    """`checks.structure` skips checks for what it has seen; every refusal must differ from it."""
+    """`KnownCalls` skips checks for what has passed; every refusal must differ from it."""
     positional, keywords = case.arguments()
     given = dict(zip(("q", "cache", "page_indptr", "page_indices", "seq_lens", "block_indptr", "block_indices"), positional))
     for _ in range(2):

@@ -23,9 +23,9 @@ class _Arguments:
     """Where one thread puts launch parameters of some sizes: the driver copies them before the launch returns."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
-        self.buffers = [ctypes.create_string_buffer(size) for size in sizes]
-        self.addresses = [ctypes.addressof(b) for b in self.buffers]
-        self.pointers = (ctypes.c_void_p * len(sizes))(*self.addresses)
+        buffers = [ctypes.create_string_buffer(size) for size in sizes]
+        self.views = [memoryview(buffer).cast("B") for buffer in buffers]       # 0.1 us to fill, where ctypes.memmove takes 0.6
+        self.pointers = (ctypes.c_void_p * len(sizes))(*map(ctypes.addressof, buffers))
         self.pointers_at = ctypes.addressof(self.pointers)
 
 
@@ -63,8 +63,8 @@ class LoadedKernel:
         arguments = _thread.arguments.get(sizes)
         if arguments is None:
             arguments = _thread.arguments[sizes] = _Arguments(sizes)
-        for address, packed in zip(arguments.addresses, params):
-            ctypes.memmove(address, packed, len(packed))
+        for view, packed in zip(arguments.views, params):
+            view[:] = packed
         self._launch(self.function, *grid, self._threads, 1, 1, self._smem, stream, arguments.pointers_at, 0)
 
 
