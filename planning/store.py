@@ -132,14 +132,15 @@ class PlanStore:
             self._pinned.add(key)
 
     def _find(self, signature: Signature, device: DeviceFacts, engine: str | None, *, exact: bool) -> Plan:
-        picked, declined = self._choose(signature, device, engine)
-        key = entry_key(signature, picked, device)
-        with self._flight(key):
-            built = self._in_memory((key, device.index)) or self._load(key, picked, device)
-            if built is None and not exact:
-                built = self._fitting(key, signature, picked, device)
-            if built is None:
-                built = self._build(key, signature, picked, declined, device)
+        with self._refusals(signature, device, engine):
+            picked, declined = choose(signature.lower(), device, engine)
+            key = entry_key(signature, picked, device)
+            with self._flight(key):
+                built = self._in_memory((key, device.index)) or self._load(key, picked, device)
+                if built is None and not exact:
+                    built = self._fitting(key, signature, picked, device)
+                if built is None:
+                    built = self._build(key, signature, picked, declined, device)
         plan = Plan(built.signature if built.signature == signature else signature, built)
         with self._lock:
             while len(self._views) >= 4 * self.max_entries:
@@ -147,14 +148,16 @@ class PlanStore:
             self._views[(signature, device, engine)] = (plan, (entry_key(built.signature, picked, device), device.index))
         return plan
 
-    def _choose(self, signature: Signature, device: DeviceFacts, engine: str | None) -> tuple[str, dict[str, str]]:
+    @contextlib.contextmanager
+    def _refusals(self, signature: Signature, device: DeviceFacts, engine: str | None) -> Iterator[None]:
+        """Remember why no engine serves, or could build, `signature`, and say it again without asking."""
         slot = (signature.key, device, engine)
         if slot in self._refused:
             with self._lock:
                 self._stats.negative_hits += 1
             raise NotImplementedError(self._refused[slot])
         try:
-            return choose(signature.lower(), device, engine)
+            yield
         except NotImplementedError as error:
             with self._lock:
                 if len(self._refused) >= self.max_entries:
@@ -282,17 +285,18 @@ class PlanStore:
         """
         self._probe()
         self._need_directory()
-        picked, declined = self._choose(signature, device, engine)
-        key = entry_key(signature, picked, device)
-        with self._flight(key):
-            present = self._read(key, picked, device)
-            if present is not None:
-                return present[1]
-            start = time.perf_counter()
-            compiled, header = self._compile(signature, picked, declined, device)
-            header["build_seconds"] = time.perf_counter() - start
-            self._write(key, header, compiled)
-            self._need_directory()
+        with self._refusals(signature, device, engine):
+            picked, declined = choose(signature.lower(), device, engine)
+            key = entry_key(signature, picked, device)
+            with self._flight(key):
+                present = self._read(key, picked, device)
+                if present is not None:
+                    return present[1]
+                start = time.perf_counter()
+                compiled, header = self._compile(signature, picked, declined, device)
+                header["build_seconds"] = time.perf_counter() - start
+                self._write(key, header, compiled)
+                self._need_directory()
         with self._lock:
             self._stats.builds += 1
             self._stats.build_seconds += header["build_seconds"]

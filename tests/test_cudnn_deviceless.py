@@ -26,17 +26,47 @@ import cudnn_graphs.ops
 print(json.dumps(PlanStore(sys.argv[2]).build_ahead(Signature.from_json(json.loads(sys.argv[3])), H200, "cudnn")))
 """
 
+# A page of 3 tokens: this cuDNN wants powers of two.
+REFUSED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import cudnn
+from devices import H200
+from cudnn_graphs.graphs.paged_sdpa import FoldedShape, build_graph
+from cudnn_graphs.runtime.cudnn_plans import build_plan
+shape = FoldedShape(rows=16, packed_rows=64, head_dim=128, sub_page=3, columns=8)
+try:
+    build_plan(lambda **where: build_graph(cudnn, shape, "bfloat16", **where), H200)
+except NotImplementedError as error:
+    print(error)
+"""
+
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> tuple[Path, dict]:
-    """The plan directory, and the header of the one plan in it."""
+def without_driver(tmp_path_factory):
+    """Runs Python text in a process where a stub stands in for the driver. Returns what it printed."""
     need_deviceless_builds()
-    directory = tmp_path_factory.mktemp("ahead")
-    stub = subprocess.run([sys.executable, str(ROOT / "scripts" / "driver_stub.py"), str(directory / "stub")], capture_output=True, text=True, check=True)
-    said = subprocess.run([sys.executable, "-c", BUILD, str(Path(__file__).parent), str(directory / "plans"), json.dumps(SIGNATURE.to_json())],
-                          env={**os.environ, "LD_LIBRARY_PATH": stub.stdout.strip()}, capture_output=True, text=True, timeout=300)
-    assert said.returncode == 0, said.stderr[-3000:]
-    return directory / "plans", json.loads(said.stdout)
+    stub = tmp_path_factory.mktemp("stub")
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "driver_stub.py"), str(stub)], check=True, capture_output=True)
+
+    def run(text: str, *arguments: object) -> str:
+        said = subprocess.run([sys.executable, "-c", text, str(Path(__file__).parent), *map(str, arguments)], env={**os.environ, "LD_LIBRARY_PATH": str(stub)},
+                              capture_output=True, text=True, timeout=300)
+        assert said.returncode == 0, said.stderr[-3000:]
+        return said.stdout
+    return run
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, without_driver) -> tuple[Path, dict]:
+    """The plan directory, and the header of the one plan in it."""
+    plans = tmp_path_factory.mktemp("ahead") / "plans"
+    return plans, json.loads(without_driver(BUILD, plans, json.dumps(SIGNATURE.to_json())))
+
+
+def test_a_graph_without_an_execution_plan_is_not_implemented(without_driver):
+    said = without_driver(REFUSED)
+    assert said.startswith("engine 'cudnn': got a graph that cuDNN") and "on NVIDIA H200; need one that it serves; use another engine; cuDNN says: " in said
 
 
 def test_the_kernel_is_hoppers_own(built):

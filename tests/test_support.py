@@ -148,3 +148,19 @@ def test_a_refusal_is_remembered_with_its_reason(monkeypatch):
         texts.append(str(caught.value))
     assert len(set(texts)) == 1 and len(asked) == 1 and store.stats().negative_hits == 2
     assert store.get(PAGED, "cpu").engine == "reference"
+
+
+def test_a_refusal_at_build_is_remembered_with_its_reason(monkeypatch):
+    """As cuDNN's, which says only when asked to build whether it has a plan."""
+    store, asked = PlanStore(), []
+    from cudnn_graphs.planning.engines import engine_named
+
+    def refuse(*args):
+        asked.append(args)
+        raise NotImplementedError("engine 'reference': got no plan")
+    monkeypatch.setattr(engine_named("reference"), "compile", refuse, raising=False)
+    for _ in range(3):
+        with pytest.raises(NotImplementedError, match="got no plan"):
+            store.get(PAGED, "cpu")
+    stats = store.stats()
+    assert (len(asked), stats.misses, stats.builds, stats.negative_hits) == (1, 1, 0, 2)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import problem
 from .devices import DeviceFacts
 
 log = logging.getLogger("cudnn_graphs")
@@ -44,7 +45,10 @@ def handle_for(device: DeviceFacts, stream: int) -> Any:
 
 
 def build_plan(describe: Callable[..., Any], device: DeviceFacts) -> CudnnPlan:
-    """Build the graph that `describe(**where)` describes, on the device itself or, for an absent one, from its properties."""
+    """Build the graph that `describe(**where)` describes, on the device itself or, for an absent one, from its properties.
+
+    Raises NotImplementedError, with cuDNN's own reason, where this cuDNN has no execution plan for it.
+    """
     import cudnn
     _preload_nvrtc()
     if device.index is None:
@@ -59,11 +63,15 @@ def build_plan(describe: Callable[..., Any], device: DeviceFacts) -> CudnnPlan:
 
 
 def _build(cudnn: Any, graph: Any, device: DeviceFacts) -> CudnnPlan:
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    graph.check_support()
-    graph.build_plans()
+    try:
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        graph.check_support()
+        graph.build_plans()
+    except cudnn.cudnnGraphNotSupportedError as error:
+        raise NotImplementedError(problem("engine 'cudnn'", f"a graph that cuDNN {cudnn.backend_version()} has no execution plan for on {device.name}",
+                                          "one that it serves", f"use another engine; cuDNN says: {error}")) from error
     if graph.selected_engine is not None:
         raise RuntimeError(f"cuDNN graph: got the Python engine {graph.selected_engine}; need a plan of the cuDNN library; use another engine")
     blob = graph.serialize(as_bytes=True)
