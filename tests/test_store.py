@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import logging
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import H200
 from paged_cases import PagedCase
 
 from cudnn_graphs import PagedBlockSparseSignature, PlanMissError, PlanStore
@@ -244,6 +246,7 @@ def test_a_second_process_builds_nothing(root):
     code = """
 import sys, json
 sys.path.insert(0, sys.argv[2])
+from devices import H200
 from paged_cases import PagedCase
 from cudnn_graphs import PlanStore
 case = PagedCase().make()
@@ -692,6 +695,38 @@ def test_a_cubin_cache_that_cannot_be_written_warns_once(compiler, tmp_path, war
     refuse_writes(monkeypatch)
     cache.get(SOURCE, "sm_90a"), cache.get(SOURCE, "sm_80"), cache.get(SOURCE, "sm_90a")
     assert len(compiler) == 2 and len(warnings()) == 1
+
+
+def test_a_cubin_cache_is_bounded(compiler, tmp_path, monkeypatch):
+    monkeypatch.setattr(CubinCache, "max_entries", 3)
+    cache = CubinCache(tmp_path)
+    for i in range(8):
+        source = KernelSource("stub_kernel", f"{SOURCE.text}// {i}", threads=32)
+        assert cache.get(source, "sm_80") is cache.get(source, "sm_80")
+        assert len(cache._memory) <= 3 and len(cache._building) <= 3
+        assert len(list(tmp_path.glob("*.cubin"))) == len(list(tmp_path.glob("*.cubin.json"))) == min(i + 1, 3)
+    assert len(compiler) == 8
+    CubinCache(tmp_path).get(source, "sm_80")
+    assert len(compiler) == 8, "the newest was deleted"
+
+
+def test_a_kernel_of_no_plan_is_loaded_once_and_goes_with_its_cache(compiler, monkeypatch):
+    from cudnn_graphs.runtime import cubins
+    capturing = []
+    monkeypatch.setattr(cubins, "is_capturing", lambda device: bool(capturing))
+    monkeypatch.setattr(cubins, "LoadedKernel", lambda cubin, entry, index: (cubin.image, entry, index))
+    device, cache = dataclasses.replace(H200, index=0), CubinCache()
+    capturing.append(True)
+    with pytest.raises(CaptureError, match="stub_kernel: got a first call under CUDA graph capture"):
+        cache.loaded(SOURCE, device)
+    capturing.clear()
+    kernel = cache.loaded(SOURCE, device)
+    capturing.append(True)
+    assert cache.loaded(SOURCE, device) is kernel == (CODE, "stub_kernel", 0) and len(compiler) == 1
+    alive = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert alive() is None
 
 
 def test_nothing_is_printed(engine, root, capfd):

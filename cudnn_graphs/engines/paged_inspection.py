@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ import torch
 from ..arguments import PagedArguments
 from ..runtime.cubins import CubinCache
 from ..runtime.devices import DeviceFacts
-from ..runtime.launch import LoadedKernel
 from ..runtime.nvrtc import KernelSource
 from ..runtime.streams import current_raw_stream, on_device
 from .paged_launch import pack_params
@@ -53,14 +51,8 @@ def inspect_paged(arguments: PagedArguments, device: DeviceFacts, cubins: CubinC
     words = torch.full((1 + len(FAULTS),), -1, dtype=torch.int64, device=device.torch_device)
     warps = arguments.q.shape[0] + arguments.block_indptr.shape[0] * arguments.block_indptr.shape[1] * (arguments.block_indptr.shape[2] - 1)
     with on_device(device):
-        kernel = _kernel(device, cubins)
-        kernel.launch((-(-warps // 4), 1, 1), (pack_params(arguments), struct.pack("<Q", words.data_ptr())), current_raw_stream(device))
+        cubins.loaded(SOURCE, device).launch((-(-warps // 4), 1, 1), (pack_params(arguments), struct.pack("<Q", words.data_ptr())), current_raw_stream(device))
     return Inspection.of([w & NONE for w in words.tolist()])
-
-
-@functools.cache
-def _kernel(device: DeviceFacts, cubins: CubinCache) -> LoadedKernel:
-    return LoadedKernel(cubins.get(SOURCE, device.arch), SOURCE.entry, device.torch_device.index)
 
 
 def _inspect_on_cpu(a: PagedArguments) -> list[int]:

@@ -10,13 +10,12 @@ from collections.abc import Iterable
 import torch
 
 from ..arguments import PagedArguments
-from ..errors import CaptureError, problem
 from ..reference.held_blocks import keep_held_blocks
 from ..runtime.cubins import CubinCache
 from ..runtime.devices import DeviceFacts
 from ..runtime.launch import LoadedKernel
 from ..runtime.nvrtc import KernelSource
-from ..runtime.streams import current_raw_stream, is_capturing, on_device
+from ..runtime.streams import current_raw_stream, on_device
 from .paged_launch import pack_params
 
 CUDA_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}     # names in kernels/common/numeric.cuh
@@ -80,8 +79,5 @@ def merge_gathered(parts: torch.Tensor, lse_offset: int, out: torch.Tensor, lse:
         _kernel(merge_source(out.dtype, head_dim), device, cubins).launch((-(-items // _MERGE_WARPS), 1, 1), (params,), current_raw_stream(device))
 
 
-@functools.cache
 def _kernel(source: KernelSource, device: DeviceFacts, cubins: CubinCache) -> LoadedKernel:
-    if is_capturing(device):
-        raise CaptureError(problem(source.entry, "a first call under CUDA graph capture", "a loaded kernel", "run once before the capture"))
-    return LoadedKernel(cubins.get(source, device.arch), source.entry, device.torch_device.index)
+    return cubins.loaded(source, device)

@@ -1,14 +1,22 @@
-"""Compiled kernels, kept by the content of their source: in memory, and in a directory where one is given."""
+"""Compiled kernels, kept by the content of their source: in memory, and in a directory where one is given.
+
+Neither grows without bound: an operation has some hundred instantiations of about 50 kB, but releases and tuning add to a directory.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from pathlib import Path
 
+from ..errors import CaptureError, problem
+from .devices import DeviceFacts
 from .files import read_checked, write_atomic
+from .launch import LoadedKernel
 from .nvrtc import Cubin, KernelSource, Resources, compile_cubin, nvrtc_version, source_digest
+from .streams import is_capturing
 
 log = logging.getLogger("cudnn_graphs")
 
@@ -16,12 +24,15 @@ log = logging.getLogger("cudnn_graphs")
 class CubinCache:
     """`get` returns the cubin of a source for an architecture, compiling it at most once per process and directory."""
 
+    max_entries = 1024          # in memory and in the directory each
+
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = directory
         self.writable = True        # False once a write failed: its warning is given once
         self._memory: dict[str, Cubin] = {}
         self._lock = threading.Lock()
         self._building: dict[str, threading.Lock] = {}
+        self._loaded: dict[tuple[KernelSource, int | None], LoadedKernel] = {}
 
     def get(self, source: KernelSource, arch: str) -> Cubin:
         major, minor = nvrtc_version()
@@ -36,8 +47,20 @@ class CubinCache:
                     return self._memory[key]
             cubin = self._read(key) or self._compile(key, source, arch)
             with self._lock:
+                if len(self._memory) >= self.max_entries:
+                    self._memory, self._building = {}, {}
                 self._memory[key] = cubin
             return cubin
+
+    def loaded(self, source: KernelSource, device: DeviceFacts) -> LoadedKernel:
+        """`source` ready to launch on `device`, for a kernel that belongs to no plan. CaptureError for its first use under CUDA graph capture."""
+        slot = (source, device.index)
+        kernel = self._loaded.get(slot)
+        if kernel is None:
+            if is_capturing(device):
+                raise CaptureError(problem(source.entry, "a first call under CUDA graph capture", "a loaded kernel", "run once before the capture"))
+            kernel = self._loaded[slot] = LoadedKernel(self.get(source, device.arch), source.entry, device.torch_device.index)
+        return kernel
 
     def _compile(self, key: str, source: KernelSource, arch: str) -> Cubin:
         start = time.perf_counter()
@@ -47,7 +70,17 @@ class CubinCache:
         if path is not None:
             header = {"key": key, "entry": source.entry, "arch": arch, "resources": cubin.resources.to_json(), "log": cubin.log}
             self.writable = write_atomic(path, cubin.image, header)
+            self._shrink()
         return cubin
+
+    def _shrink(self) -> None:
+        """Delete the oldest files beyond the bound, the header first, so that no reader finds half of one."""
+        assert self.directory is not None
+        with contextlib.suppress(OSError):      # other processes share it, and delete too
+            headers = sorted(self.directory.glob("*.cubin.json"), key=lambda path: path.stat().st_mtime)
+            for header in headers[:max(len(headers) - self.max_entries, 0)]:
+                for path in (header, header.with_suffix("")):
+                    path.unlink(missing_ok=True)
 
     def _read(self, key: str) -> Cubin | None:
         if self.directory is None:
