@@ -7,13 +7,21 @@ import os
 import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from devices import H200, H200_PROPERTIES, need_deviceless_builds
 
-from cudnn_graphs import PagedBlockSparseSignature, PlanMissError, PlanStore, QuerySparseSignature, SageBlockSparseSignature
+from cudnn_graphs import (
+    PagedBlockSparseSignature,
+    PlanMissError,
+    PlanStore,
+    QuerySparseSignature,
+    SageBlockSparseSignature,
+    block_sparse_attention_with_paged_kv_cache,
+)
 from cudnn_graphs.errors import CudnnGraphsError
 from cudnn_graphs.planning import Signature, inspect, verdict
 
@@ -27,9 +35,12 @@ WANTED: list[tuple[Signature, str]] = [(PAGED, "cudnn"), (PAGED, "sm90"), (DECOD
 REFUSED, UNKNOWN = {**PAGED.replace(mask_type="causal").to_json(), "engine": "cudnn"}, {"type": "PagedBlockSparseSignature", "heads": 3}
 
 
-def build(arguments: list[Any], **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(ROOT / "scripts" / "build_plans.py"), *map(str, arguments)], capture_output=True, text=True, timeout=300,
-                          check=False, **options)
+def script(name: str, arguments: list[Any], **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False,
+                          **options)
+
+
+build, check = partial(script, "build_plans.py"), partial(script, "check_store.py")
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +180,60 @@ def test_pasted_for_a_device_that_is_not_here(tmp_path, monkeypatch):
 
 def test_a_miss_in_memory_names_no_command():
     assert missed(PlanStore(), DECODE, "cpu") == ""
+
+
+# -- the store where it will serve --------------------------------------------------------------------
+
+@pytest.fixture
+def carried(tmp_path) -> list[Any]:
+    """A store of three plans for the CPU, moved after it was built: what the check is given."""
+    (tmp_path / "signatures.json").write_text(json.dumps([DECODE.to_json(), {**SAGE.to_json(), "engine": "reference"}, QSA.to_json()]))
+    assert build([tmp_path / "signatures.json", "--store", tmp_path / "here" / "plans", "--device", "cpu"]).returncode == 0
+    (tmp_path / "here").rename(tmp_path / "there")
+    return [tmp_path / "signatures.json", "--store", tmp_path / "there" / "plans", "--device", "cpu", "--json"]
+
+
+def test_a_carried_store_runs_frozen(carried):
+    done = check(carried)
+    said = json.loads(done.stdout)
+    assert done.returncode == 0 and [plan["kernels"] for plan in said["plans"]] == [["attend_paged"], ["attend_sage"], ["query_sparse"]]
+    assert (said["loads"], said["builds"], said["misses"], said["compiles"]) == (3, 0, 0, 0)
+    assert "3 ran, 0 failed; 3 loads in" in done.stderr and "0 builds, 0 misses, 0 compiles" in done.stderr
+
+
+def test_a_carried_store_that_lacks_a_plan(carried):
+    signatures, store = carried[0], Path(carried[2])
+    next(path for path in store.glob("*.plan.json") if '"Sage' in path.read_text()).unlink()
+    done = check(carried)
+    rows = json.loads(done.stdout)["plans"]
+    assert done.returncode == 1 and [("error" in row) for row in rows] == [False, True, False]
+    assert "PlanMissError" in rows[1]["error"] and "1 misses" in done.stderr
+    signatures.write_text(json.dumps([DECODE.replace(batch_size=1).to_json()]))
+    done = check(carried)
+    assert done.returncode == 1 and f"served by {DECODE.label}" in done.stderr, "it was to be there itself"
+
+
+@pytest.mark.parametrize("signatures, device", [("no JSON", "cpu"), ("{}", "cpu"), (None, "cpu"), ("[]", "cuda:99"), ("[]", "tpu")])
+def test_what_cannot_be_checked(signatures, device, tmp_path):
+    if signatures is not None:
+        (tmp_path / "signatures.json").write_text(signatures)
+    done = check([tmp_path / "signatures.json", "--store", tmp_path / "plans", "--device", device])
+    assert done.returncode == 2 and "check_store: got" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("fill", [1.0, 0.4, 0.01])
+@pytest.mark.parametrize("mask", ["dense", "causal"])
+@pytest.mark.parametrize("page_table", ["indptr", "block_tables"])
+def test_synthetic_paged_calls_are_sound(page_table, mask, fill, monkeypatch):
+    """The one-shot finds no fault in them."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from synthetic_calls import synthetic_call
+    signature = PagedBlockSparseSignature(3, 20, 500, 4, 2, 64, 4, 32, 16, mask_type=mask, page_table=page_table, kv_layout="combined", page_stride=4160,
+                                          max_blocks_per_row=6)
+    (q, cache, page_indptr, page_indices, lens, indptr, blocks), more = synthetic_call(signature, "cpu", fill=fill)
+    out = block_sparse_attention_with_paged_kv_cache(q, cache, page_indptr, page_indices, indptr, blocks, 4, 32, max_seq_len_kv=500, seq_lens_kv=lens,
+                                                     mask_type=mask, **more)
+    assert out.isfinite().all() and out.any()
 
 
 # -- the recorded sweep -------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ class CubinCache:
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = directory
         self.writable = True        # False once a write failed: its warning is given once
+        self.compiles = 0
         self._memory: dict[str, Cubin] = {}
         self._lock = threading.Lock()
         self._building: dict[str, threading.Lock] = {}
@@ -65,6 +66,7 @@ class CubinCache:
     def _compile(self, key: str, source: KernelSource, arch: str) -> Cubin:
         start = time.perf_counter()
         cubin = compile_cubin(source, arch)
+        self.compiles += 1
         path = self.directory / f"{key}.cubin" if self.directory is not None and self.writable else None
         log.info("compiled %s for %s in %.2f s; cached in %s", source.entry, arch, time.perf_counter() - start, path or "memory only")
         if path is not None:
