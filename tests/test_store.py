@@ -711,10 +711,10 @@ def test_a_cubin_cache_is_bounded(compiler, tmp_path, monkeypatch):
 
 
 def test_a_kernel_of_no_plan_is_loaded_once_and_goes_with_its_cache(compiler, monkeypatch):
-    from cudnn_graphs.runtime import cubins
+    from cudnn_graphs.runtime import launch, streams
     capturing = []
-    monkeypatch.setattr(cubins, "is_capturing", lambda device: bool(capturing))
-    monkeypatch.setattr(cubins, "LoadedKernel", lambda cubin, entry, index: (cubin.image, entry, index))
+    monkeypatch.setattr(streams, "is_capturing", lambda device: bool(capturing))
+    monkeypatch.setattr(launch, "LoadedKernel", lambda cubin, entry, index: (cubin.image, entry, index))
     device, cache = dataclasses.replace(H200, index=0), CubinCache()
     capturing.append(True)
     with pytest.raises(CaptureError, match="stub_kernel: got a first call under CUDA graph capture"):

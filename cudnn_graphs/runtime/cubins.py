@@ -10,13 +10,15 @@ import logging
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import CaptureError, problem
-from .devices import DeviceFacts
 from .files import read_checked, write_atomic
-from .launch import LoadedKernel
 from .nvrtc import Cubin, KernelSource, Resources, compile_cubin, nvrtc_version, source_digest
-from .streams import is_capturing
+
+if TYPE_CHECKING:       # they import torch, which a process that only compiles can do without
+    from .devices import DeviceFacts
+    from .launch import LoadedKernel
 
 log = logging.getLogger("cudnn_graphs")
 
@@ -58,6 +60,8 @@ class CubinCache:
         slot = (source, device.index)
         kernel = self._loaded.get(slot)
         if kernel is None:
+            from .launch import LoadedKernel
+            from .streams import is_capturing
             if is_capturing(device):
                 raise CaptureError(problem(source.entry, "a first call under CUDA graph capture", "a loaded kernel", "run once before the capture"))
             kernel = self._loaded[slot] = LoadedKernel(self.get(source, device.arch), source.entry, device.torch_device.index)
