@@ -1,6 +1,7 @@
-"""Attention whose K and V are split over the ranks of a process group: each attends to what it holds, one all-gather merges the parts.
+"""Attention whose K and V are split over the ranks of a process group: each attends to what it holds, one collective merges the parts.
 
-torch.distributed is what moves the bytes: NCCL for GPUs, gloo for CPUs. Every rank passes the same queries and the same selection and
+torch.distributed is what the bytes move by: its symmetric memory between the GPUs of a host, NCCL beyond it and for large parts,
+gloo for CPUs. Every rank passes the same queries and the same selection and
 gets the same result, bit for bit. Nothing about a shard's place needs to be known: masks are those of the whole sequence,
 because block ids, lengths, valid bits and causal positions stay those of the whole sequence. Heads split over ranks need none
 of this: each rank runs the ordinary operation on its own heads.
@@ -14,15 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engines.shard_kernels import held_source, load_kernels, merge_source, with_held_blocks
+from ..engines.shard_kernels import HeldLists, Inboxes, exchange_source, held_source, load_kernels, merge_source, with_held_blocks
 from ..errors import CaptureError, CudnnGraphsError, problem
 from ..planning import Plan, PlanStore, default_store
 from ..runtime.devices import DeviceFacts, device_facts
 from ..runtime.streams import is_capturing
 from . import checks
-from .gathered_parts import GatheredParts
+from .gathered_parts import GatheredParts, PartLayout
 from .paged_block_sparse import Result
 from .paged_signature import DTYPES, PagedBlockSparseSignature, PagedKVCache
+from .peer_parts import PeerParts, gather_objects, open_inboxes
 from .query_sparse import QuerySparseSignature
 
 
@@ -32,6 +34,10 @@ class ShardedPagedAttention:
     Each rank has a cache of its own pages, and a page table of the whole sequence in which the pages of other ranks are
     negative (-1). A block belongs to the rank that has its first page; all pages of a block must be there. Which rank holds what
     is free, request by request: round robin, one stretch each, one rank everything, and it may change from run to run.
+
+    Runs of one object share its scratch memory, so their order must be one: on one stream, or by events. For two
+    micro-batches in flight make two objects of the same signature; they share the plan. `exchange` says how parts move: "peer memory",
+    or "all-gather" with the reason.
 
     Making one is collective: every rank of `group` (None: the default group) does it, with equal signatures. batch_size,
     max_seq_len_kv and max_blocks_per_row are those of the whole; page_stride, kv_layout and page_table those of this rank's cache.
@@ -53,7 +59,28 @@ class ShardedPagedAttention:
         store = default_store() if store is None else store
         self._cubins = store.cubins
         self.plan: Plan = store.get(signature.replace(return_lse=True), self.device, engine)
-        load_kernels((held_source(signature.rows), merge_source(DTYPES[signature.dtype], signature.head_dim)), self.device, self._cubins)
+        self._lists = HeldLists.of(signature.batch_size, heads, signature.rows, signature.max_blocks_per_row, self.device.torch_device)  # type: ignore[arg-type]
+        layout, device = self._layout(signature.batch_size), self.device.torch_device
+        opened = open_inboxes(layout, self.device, group)
+        mine_alone = isinstance(opened, Inboxes)
+        self._inboxes: Inboxes | None = opened if isinstance(opened, Inboxes) else None
+        self.exchange = "peer memory" if mine_alone else f"all-gather: {opened}"
+        self._storage = torch.empty((1 if mine_alone else dist.get_world_size(group)) * layout.nbytes, dtype=torch.uint8, device=device)
+        self._parts: dict[int, GatheredParts | PeerParts] = {}      # by batch size
+        merge = (exchange_source if mine_alone else merge_source)(layout.dtype, signature.head_dim)
+        load_kernels((held_source(signature.rows), merge), self.device, self._cubins)
+
+    def _layout(self, batch: int) -> PartLayout:
+        s = self.signature
+        return PartLayout((batch, s.seq_len_q, s.num_qo_heads, s.head_dim), DTYPES[s.dtype])
+
+    def _parts_of(self, batch: int) -> GatheredParts | PeerParts:
+        parts = self._parts.get(batch)
+        if parts is None:
+            layout = self._layout(batch)
+            parts = self._parts[batch] = (GatheredParts(layout, self.device, self.group, self._storage) if self._inboxes is None
+                                          else PeerParts(layout, self.device, self._inboxes, self._storage))
+        return parts
 
     def run(self, q: torch.Tensor, paged_kv_cache: PagedKVCache, paged_kv_indptr: torch.Tensor | None, paged_kv_indices: torch.Tensor | None,
             seq_lens_kv: torch.Tensor, block_indptr: torch.Tensor, block_indices: torch.Tensor, *, block_tables: torch.Tensor | None = None,
@@ -63,13 +90,13 @@ class ShardedPagedAttention:
 
         Blocks held elsewhere are taken off the lists on the device, and nothing of them is looked up. A row that is bad by its
         range, ids or length is zero with lse -inf; one that is bad by a page of one rank lacks that rank's part. Never
-        synchronizes; capturable in a CUDA graph where the group's backend is (NCCL is), on every rank alike.
+        synchronizes or allocates more than the outputs that it is not given; capturable in a CUDA graph, on every rank alike.
         Returns out, or (out, lse). 16-bit parts are merged in fp32, which costs one more rounding of out.
         """
         bound = self.signature.bind(self.device, q, paged_kv_cache, paged_kv_indptr, paged_kv_indices, seq_lens_kv, block_indptr, block_indices,
                                     block_tables=block_tables, kv_valid_bits=kv_valid_bits, sm_scale=sm_scale, out=out, lse=lse, validate=validate)
-        parts = GatheredParts(bound.q.shape, bound.q.dtype, self.device, self.group)
-        held = with_held_blocks(dataclasses.replace(bound, out=parts.out, lse=parts.lse), self.device, self._cubins)
+        parts = self._parts_of(bound.q.shape[0])
+        held = with_held_blocks(dataclasses.replace(bound, out=parts.out, lse=parts.lse), self._lists, self.device, self._cubins)
         self.plan.launch(held, workspace)
         parts.merge_into(bound.out, bound.lse, self._cubins)
         return bound.result
@@ -139,7 +166,7 @@ def sharded_qsa_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sel_b
                                  "q and the metadata cover the whole batch"))
     out, out_fp32 = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.empty((q.shape[1], total), dtype=torch.float32, device=q.device)
-    parts = GatheredParts(q.shape, torch.float32, device, group)
+    parts = GatheredParts(PartLayout(tuple(q.shape), torch.float32), device, group)
     if held:
         plan = store.get(QuerySparseSignature(q.shape[1], k.shape[1], "bitmap", held), device, engine)
         local = lo - first_token, hi - first_token, blk_base, tok_base - first_token
@@ -171,12 +198,7 @@ def _member(group: Any, device: Any) -> DeviceFacts:
 
 def _agree(facts: dict[str, Any], group: Any, device: DeviceFacts) -> None:
     """ValueError on every rank where ranks were given different facts."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    if device.kind == "cuda":
-        with torch.cuda.device(device.index):
-            dist.all_gather_object(everyone, facts, group=group)
-    else:
-        dist.all_gather_object(everyone, facts, group=group)
+    everyone = gather_objects(facts, group, device)
     for rank, theirs in enumerate(everyone):
         if differing := {name: (value, theirs.get(name)) for name, value in everyone[0].items() if value != theirs.get(name)}:
             raise ValueError(problem("signature", f"{differing} on ranks 0 and {rank}", "equal facts on every rank", "plan the same attention everywhere"))

@@ -76,7 +76,7 @@ def main() -> None:
     dist.all_gather_object(held, f"rank {rank} on {attention.device.name} holds {shard.used} pages")
     if rank == 0:
         console = Console(highlight=False)
-        console.print(f"{dist.get_backend()}, engine {attention.plan.engine}; " + ", ".join(map(str, held)) + ".")
+        console.print(f"{dist.get_backend()}, engine {attention.plan.engine}, {attention.exchange}; " + ", ".join(map(str, held)) + ".")
         console.print(table)
     dist.destroy_process_group()
 

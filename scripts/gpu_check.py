@@ -1,7 +1,8 @@
 """Prove the kernels on this machine's GPU: run the gpu-marked tests, compute-sanitizer and the benchmark, write tests/gpu_report.json.
 
-    python scripts/gpu_check.py [tests] [sanitizer] [bench]      all three when none is named
+    python scripts/gpu_check.py [tests] [sanitizer] [bench] [sharded]      all when none is named
 
+`sharded` (scripts/bench_sharded.py) needs two GPUs, as some of the tests do, and is left out with fewer.
 Each section of the report holds the digests of the sources it was made from, so sections can be made in separate runs.
 """
 
@@ -14,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +82,18 @@ def run_bench(keep: Keep) -> dict[str, Any]:
     return result | {"exit_code": int(bool(failed)), "failed": failed}
 
 
-SECTIONS: dict[str, Callable[[Keep], dict[str, Any]]] = {"tests": lambda keep: run_tests(), "sanitizer": lambda keep: run_sanitizer(), "bench": run_bench}
+def run_sharded() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        said = Path(directory) / "sharded.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "scripts" / "bench_sharded.py")]
+        process = subprocess.Popen([*command, "--json", str(said)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=directory,
+                                   start_new_session=True)
+        ended = _finished(process)
+        return (json.loads(said.read_text()) if said.exists() else {}) | ended
+
+
+SECTIONS: dict[str, Callable[[Keep], dict[str, Any]]] = {"tests": lambda keep: run_tests(), "sanitizer": lambda keep: run_sanitizer(), "bench": run_bench,
+                                                         "sharded": lambda keep: run_sharded()}
 
 
 def main() -> int:
@@ -93,6 +106,9 @@ def main() -> int:
     report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
     failed = False
     for name in wanted:
+        if name == "sharded" and torch.cuda.device_count() < 2:
+            print("gpu_check: sharded needs two GPUs and is left out; the report keeps what it has of it")
+            continue
         section = {"device": torch.cuda.get_device_name(), "versions": versions(), "sources": source_digests(), "made": time.strftime("%Y-%m-%d %H:%M:%S")}
 
         def keep(part: dict[str, Any], name: str = name, section: dict[str, Any] = section) -> None:

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 from gpu_sources import REPORT, ROOT, pending, source_digests
 
-SECTIONS = ("tests", "sanitizer", "bench")
+SECTIONS = ("tests", "sanitizer", "bench", "sharded")
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -69,6 +69,15 @@ def test_the_benchmark_ended_and_no_engine_of_ours_was_wrong():
     if "bench" not in report and "bench" in pending():
         pytest.skip(pending()["bench"])
     assert report["bench"].get("exit_code") == 0, report["bench"].get("failed", "the run was cut short")
+
+
+def test_the_split_cache_was_right_and_larger_than_one_gpu():
+    report = json.loads(REPORT.read_text())
+    if "sharded" not in report and "sharded" in pending():
+        pytest.skip(pending()["sharded"])
+    sharded = report["sharded"]
+    assert sharded["exit_code"] == 0, sharded.get("output")
+    assert {w["workload"] for w in sharded["workloads"]} == {"P6", "P6 x 4"} and sharded["large"]["cache_of_gpus"] >= 1.69
 
 
 def test_pending_names_only_what_there_is_with_a_reason():

@@ -25,8 +25,20 @@ from paged_surface import drawn, heads
 from shards import Owner, all_on, at_random, by_request, middle, round_robin, shard, stretches
 
 from cudnn_graphs import PlanStore, merge_attention_states
-from cudnn_graphs.engines.shard_kernels import held_source, merge_gathered, merge_source, with_held_blocks
+from cudnn_graphs.engines.shard_kernels import (
+    HeldLists,
+    Inboxes,
+    exchange_parts,
+    exchange_source,
+    held_source,
+    load_kernels,
+    merge_gathered,
+    merge_source,
+    with_held_blocks,
+)
 from cudnn_graphs.errors import CudnnGraphsError
+from cudnn_graphs.ops import peer_parts
+from cudnn_graphs.ops.gathered_parts import PartLayout
 from cudnn_graphs.ops.sharded import ShardedPagedAttention, sharded_qsa_forward
 from cudnn_graphs.runtime.devices import device_facts
 from cudnn_graphs.runtime.nvrtc import compile_cubin
@@ -200,6 +212,24 @@ def a_smaller_batch_and_a_smaller_group(rank, world):
 
 
 @scenario
+def parts_too_large_for_an_inbox_are_gathered(rank, world):
+    """To the same bits. Batches of changing size, in turns."""
+    cases = [PagedCase(batch=batch, mask_type="causal", seed=batch).make() for batch in (3, 1, 2, 3)]
+    results = []
+    for largest in (peer_parts.LARGEST_PART, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(peer_parts, "LARGEST_PART", largest)
+            op = planned(cases[0], max_seq_len_kv=1000)
+        assert (op.exchange == "peer memory") == (Here.device != "cpu" and largest > 0), op.exchange
+        for case in cases:
+            positional, keywords = shard(case, at_random(world), rank, Here.device)
+            results.append(op.run(*positional, **keywords))
+            assert_close(*interleave(by_query(*results[-1]), paged_attention(case)))
+    half = len(cases)
+    assert all(torch.equal(x, y) for a, b in zip(results[:half], results[half:]) for x, y in zip(a, b))
+
+
+@scenario
 def ranks_that_disagree_are_told(rank, world):
     case = PagedCase().make()
     planned(case, kv_layout=("tuple", "combined")[rank % 2])      # a cache is a rank's own affair
@@ -303,7 +333,9 @@ def test_held_blocks_are_listed_in_order_and_others_are_not(changes, device):
     for rank in (0, 1):
         positional, keywords = shard(case, owner, rank, device)
         given = case.signature().bind(facts, *positional, **keywords)
-        kept = with_held_blocks(given, facts, PlanStore().cubins)
+        (batch, heads_listed, ends), width = given.block_indptr.shape, given.max_blocks_per_row
+        lists = HeldLists.of(batch + 1, heads_listed, ends - 1, width, facts.torch_device)      # room for one request more
+        kept = with_held_blocks(given, lists, facts, PlanStore().cubins)
         (indptr, indices), (kept_indptr, kept_indices) = (((a.block_indptr.tolist(), a.block_indices.tolist())) for a in (given, kept))
         for b, length in enumerate(case.seq_lens.tolist()):
             for h in range(len(indptr[b])):
@@ -316,7 +348,8 @@ def test_held_blocks_are_listed_in_order_and_others_are_not(changes, device):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 def test_kernels_compile_without_spills(arch):
     pytest.importorskip("cupy")
-    for source in (held_source(1), held_source(2), *(merge_source(d, n) for d, n in ((torch.bfloat16, 64), (torch.float16, 256), (torch.float32, 256)))):
+    merges = [merge(d, n) for merge in (merge_source, exchange_source) for d, n in ((torch.bfloat16, 64), (torch.float16, 256))]
+    for source in (held_source(1), held_source(2), *merges, merge_source(torch.float32, 256)):
         resources = compile_cubin(source, arch).resources
         assert resources.spill_bytes == resources.stack_bytes == 0
 
@@ -342,6 +375,43 @@ def test_the_merge_kernel_agrees_with_torch(dtype, head_dim):
     assert torch.allclose(out.float(), want.float(), atol=1e-6, rtol=0 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps, equal_nan=True)
     assert torch.allclose(lse, want_lse, atol=1e-5, equal_nan=True)
     assert (wide[:, :, :3] == 7).all() and (wide[:, :, 6:] == 7).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, head_dim, ranks", [(torch.bfloat16, 64, 2), (torch.bfloat16, 128, 3), (torch.float16, 256, 8)])
+def test_the_exchange_kernel_merges_to_the_same_bits(dtype, head_dim, ranks):
+    """All ranks on one GPU, a stream each, with batches of changing size: what is sent may be any bits, such as those of an empty inbox."""
+    gen, facts, cubins = torch.Generator("cuda").manual_seed(0), device_facts("cuda"), PlanStore().cubins
+    whole = PartLayout((3, 5, 6, head_dim), dtype)
+    memory = torch.full((ranks, 2 * ranks * whole.nbytes), 0xff, dtype=torch.uint8, device="cuda")
+    inboxes = [Inboxes(tuple(x.data_ptr() for x in memory), rank, torch.zeros(2, dtype=torch.int32, device="cuda"), whole.nbytes, whole.lse_offset, memory)
+               for rank in range(ranks)]
+    streams = [torch.cuda.Stream() for _ in range(ranks)]
+    for turn, batch in enumerate((3, 1, 2, 3, 3, 1)):
+        layout = PartLayout((batch, 5, 6, head_dim), dtype)
+        parts = torch.empty(ranks, layout.nbytes, dtype=torch.uint8, device="cuda")
+        for rank, (out, lse) in enumerate(map(layout.views, parts)):
+            out.normal_(generator=gen), lse.normal_(generator=gen).mul_(20)
+            out[0, 0, 0], lse[0, rank % 6, 0] = (NAN, -float("inf")) if turn % 2 else (1.0, NAN)
+            out.view(torch.int16)[0, 1, 1], lse.view(torch.int32)[0, 2, 2] = -1, -1
+        lses = torch.stack([layout.views(part)[1] for part in parts])
+        lses[:, -1, 3, 4] = -float("inf")
+        for part, lse in zip(parts, lses):
+            layout.views(part)[1].copy_(lse)
+        want, want_lse = torch.empty(layout.out_shape, dtype=dtype, device="cuda"), torch.empty(layout.lse_shape, device="cuda")
+        merge_gathered(parts, layout.lse_offset, want, want_lse, facts, cubins)
+        results = [(torch.full((batch, 5, 9, head_dim), 7.0, dtype=dtype, device="cuda"), torch.empty_like(want_lse)) for _ in range(ranks)]
+        load_kernels([exchange_source(dtype, head_dim)], facts, cubins)
+        torch.cuda.synchronize()            # loading a module would wait for a rank that waits for another
+        for rank, (out, lse) in enumerate(results):
+            with torch.cuda.stream(streams[rank]):
+                exchange_parts(parts[rank], layout.lse_offset, inboxes[rank], out[:, :, 2:8], lse, facts, cubins)
+        torch.cuda.synchronize()
+        for out, lse in results:
+            assert torch.equal(out[:, :, 2:8].contiguous().view(torch.int16), want.view(torch.int16))
+            assert torch.equal(lse.view(torch.int32), want_lse.view(torch.int32))
+            assert (out[:, :, :2] == 7).all() and (out[:, :, 8:] == 7).all()
+        assert (memory == 0xff).all()
 
 
 def test_sharded_attention_needs_a_process_group():

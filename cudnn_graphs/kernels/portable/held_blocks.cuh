@@ -40,6 +40,38 @@ DEVICE int inclusive_warp_sum(int x) {
     return x;
 }
 
+// One CTA a (request, pattern head) of one row, as in decoding: its ids are looked up once, all at once.
+template <int Threads>
+DEVICE void keep_held_blocks_of_one_row(const PagedParams& p, i32* indptr, i32* indices) {
+    constexpr int kWarps = Threads / 32;
+    __shared__ i32 kept[kWarps];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const RowSpan row = resolve_row(p, blockIdx.x / p.pattern_heads, blockIdx.x % p.pattern_heads, 0);
+    const i32 base = i32(blockIdx.x) * p.max_blocks_per_row;
+    i32 end = base;
+    for (int first = 0; first < row.count; first += Threads) {
+        const int at = first + int(threadIdx.x);
+        const i32 block = at < row.count ? row.blocks[at] : 0;
+        const bool keep = at < row.count && !held_elsewhere(p, row, block);
+        const u32 keepers = __ballot_sync(~0u, keep);
+        if (lane == 0) kept[warp] = __popc(keepers);
+        __syncthreads();
+        int before = __popc(keepers & ((1u << lane) - 1)), all = 0;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) {
+            before += w < warp ? kept[w] : 0;
+            all += kept[w];
+        }
+        if (keep) indices[end + before] = block;
+        end += all;
+        __syncthreads();
+    }
+    if (threadIdx.x != 0) return;
+    if (row.bad) indices[end++] = kBadBlock;
+    i32* ends = indptr + 2 * i64(blockIdx.x);
+    ends[0] = base, ends[1] = end;
+}
+
 // One CTA a (request, pattern head): its rows are consecutive in the lists, so their ends are a prefix sum. Each has
 // rows * max_blocks_per_row entries of `indices` to itself.
 template <int Threads>
