@@ -9,6 +9,7 @@ Each section of the report holds the digests of the sources it was made from, so
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -33,6 +34,10 @@ class Recorder:
     def __init__(self) -> None:
         self.tests: dict[str, dict[str, Any]] = {}
 
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """First what needs every GPU: the benchmark can then run on one while the rest of the tests run on another."""
+        items.sort(key=lambda item: "two_gpus" not in item.nodeid)
+
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
             row = {"outcome": report.outcome, "seconds": round(report.duration, 3)} | dict(report.user_properties)
@@ -44,7 +49,7 @@ class Recorder:
 def run_tests() -> dict[str, Any]:
     import pytest
     recorder = Recorder()
-    code = pytest.main(["-m", "gpu", "-q", "--no-header", "-p", "no:cacheprovider", str(ROOT / "tests")], plugins=[recorder])
+    code = pytest.main(["-m", "gpu", "-v", "--no-header", "-p", "no:cacheprovider", str(ROOT / "tests")], plugins=[recorder])
     outcomes = [t["outcome"] for t in recorder.tests.values()]
     counts = {o: outcomes.count(o) for o in sorted(set(outcomes))}
     return {"exit_code": int(code), "counts": counts, "tests": recorder.tests}
@@ -96,6 +101,16 @@ SECTIONS: dict[str, Callable[[Keep], dict[str, Any]]] = {"tests": lambda keep: r
                                                          "sharded": lambda keep: run_sharded()}
 
 
+def write_section(name: str, section: dict[str, Any]) -> None:
+    """Into the report as it now is: another process may be writing another section."""
+    with open(REPORT, "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        report = json.loads(file.read() or "{}")
+        file.truncate(0)
+        file.write(json.dumps(report | {name: section}, indent=1, sort_keys=True) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", help=f"any of {', '.join(SECTIONS)}")
@@ -103,7 +118,6 @@ def main() -> int:
     if not torch.cuda.is_available():
         sys.exit("gpu_check: got no CUDA device; need one; run it on a machine with a GPU")
     from cudnn_graphs.runtime.environment import versions
-    report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
     failed = False
     for name in wanted:
         if name == "sharded" and torch.cuda.device_count() < 2:
@@ -112,8 +126,7 @@ def main() -> int:
         section = {"device": torch.cuda.get_device_name(), "versions": versions(), "sources": source_digests(), "made": time.strftime("%Y-%m-%d %H:%M:%S")}
 
         def keep(part: dict[str, Any], name: str = name, section: dict[str, Any] = section) -> None:
-            report[name] = section | part
-            REPORT.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+            write_section(name, section | part)
 
         done = SECTIONS[name](keep)
         keep(done)
