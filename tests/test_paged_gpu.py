@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import threading
 from typing import Any
 
 import pytest
 import torch
 from bad_rows import WIDTH, assert_only_bad_rows_changed, break_row, clean_case, kinds_of
-from compile_worker import fill_cache
+from gpu_operations import busy_case, compiled_store, on_gpu
 from oracle_paged import assert_close, paged_attention
 from paged_cases import PagedCase, by_query
 from paged_surface import drawn, table
 
 from cudnn_graphs import BlockSparsePagedTSWrapper, Plan, PlanStore
-from cudnn_graphs.errors import CaptureError
 from cudnn_graphs.planning import verdict
-from cudnn_graphs.planning.engines import engine_named
 from cudnn_graphs.runtime.devices import device_facts
-from cudnn_graphs.runtime.nvrtc import KernelSource
 
 pytestmark = pytest.mark.gpu
 
@@ -39,37 +35,9 @@ def surface() -> list[tuple[PagedCase, torch.Tensor, torch.Tensor]]:
     return [(on_gpu(case), *paged_attention(case)) for case in cases]
 
 
-def on_gpu(case: PagedCase) -> PagedCase:
-    """The same call with its tensors on the device, strides kept."""
-    def move(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(move, value))
-        if not isinstance(value, torch.Tensor):
-            return value
-        extent = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1 if value.numel() else 0
-        return value.as_strided((extent,), (1,)).to("cuda").as_strided(value.shape, value.stride())
-    moved = {name: move(value) for name, value in case.tensors.items()}
-    moved["k_cache"], moved["v_cache"] = (moved["cache"][:, 0], moved["cache"][:, 1]) if case.kv_layout == "combined" else moved["cache"]
-    return PagedCase(**{f: getattr(case, f) for f in case.__dataclass_fields__ if f not in ("tensors", "device")}, tensors=moved, device="cuda")
-
-
-def kernel_sources(engine: str, case: PagedCase) -> list[KernelSource]:
-    from cudnn_graphs.engines import cudnn_paged
-    descriptor, facts = case.signature().lower(), device_facts("cuda")
-    if not verdict(engine, descriptor, facts).ok:
-        return []
-    if engine == "cudnn":
-        return list(cudnn_paged.kernel_sources(descriptor, facts).values())
-    return list(engine_named(engine).design(descriptor, facts).kernels.values())  # type: ignore[attr-defined]
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> PlanStore:
-    """A store on disk whose cubins several processes have compiled: one process would take a minute."""
-    root = tmp_path_factory.mktemp("store") / "plans"
-    sources = {s.text: s for case, _, _ in surface() for engine in ENGINES for s in kernel_sources(engine, case)}
-    fill_cache(root.parent / "kernels", sources.values(), device_facts("cuda").arch)
-    return PlanStore(root)
+    return compiled_store(tmp_path_factory.mktemp("store"), [(case.signature(), engine) for case, _, _ in surface() for engine in ENGINES])
 
 
 def planned(store: PlanStore, case: PagedCase, engine: str, **changes: Any) -> Plan:
@@ -95,13 +63,6 @@ def interleave(got: tuple[Any, Any], want: tuple[Any, Any]) -> tuple[Any, ...]:
 
 def equal(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> bool:
     return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
-
-
-def busy_case(engine: str, seed: int = 0, **changes: Any) -> PagedCase:
-    """One call with a ragged tail and several blocks a row; with bits and causal where the engine serves them."""
-    masks = {} if engine == "cudnn" else {"bits": True, "mask_type": "causal"}
-    facts = dict(head_dim=128, seq_len_q=40, q_block_size=16, kv_block_size=32, page_size=16, max_seq_len_kv=300, num_qo_heads=4, num_kv_heads=2, seed=seed)
-    return PagedCase(**{**facts, **masks, **changes}).make()
 
 
 # -- the surface --------------------------------------------------------------------------------------
@@ -245,85 +206,7 @@ def test_offsets_past_2_to_the_32_elements(engine, kv_layout, store):
     assert_close(*interleave(by_query(*result), want))
 
 
-# -- CUDA graphs --------------------------------------------------------------------------------------
-
-class StaticCall:
-    """Device buffers of a fixed size that different cases are copied into, and a graph that reads them."""
-
-    def __init__(self, plan: Plan, cases: list[PagedCase]) -> None:
-        widest = {name: max((getattr(c, name) for c in cases), key=torch.numel) for name in ("page_indices", "block_indices", "k_cache", "v_cache")}
-        self.buffers = {name: torch.zeros_like(t) for name, t in widest.items()}
-        self.buffers |= {name: torch.zeros_like(getattr(cases[0], name)) for name in ("q", "page_indptr", "seq_lens", "block_indptr")}
-        self.buffers["valid_bits"] = None if cases[0].valid_bits is None else torch.zeros_like(cases[0].valid_bits)
-        self.out = torch.empty_like(self.buffers["q"])
-        self.lse = torch.empty(cases[0].batch, cases[0].num_qo_heads, cases[0].seq_len_q, device="cuda")
-        self.plan, self.graph = plan, torch.cuda.CUDAGraph()
-        self.fill(cases[0])
-        self.run()              # loads whatever is loaded lazily
-        torch.cuda.synchronize()
-        with torch.cuda.graph(self.graph):
-            self.run()
-
-    def run(self) -> None:
-        b = self.buffers
-        self.plan.run(b["q"], (b["k_cache"], b["v_cache"]), b["page_indptr"], b["page_indices"], b["seq_lens"], b["block_indptr"], b["block_indices"],
-                      kv_valid_bits=b["valid_bits"], out=self.out, lse=self.lse)
-
-    def fill(self, case: PagedCase) -> None:
-        for name, buffer in self.buffers.items():
-            if buffer is not None:
-                value = getattr(case, name)
-                buffer[:value.shape[0]].copy_(value)
-        self.out.fill_(NAN), self.lse.fill_(NAN)
-
-    def check(self, case: PagedCase) -> None:
-        check((self.out, self.lse), case)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_captured_run_reads_everything_again_at_replay(engine, store):
-    cases = [on_gpu(busy_case(engine, seed=seed)) for seed in range(4)]
-    call = StaticCall(planned(store, cases[0], engine), cases)
-    for case in (*cases, cases[0]):
-        call.fill(case)
-        call.graph.replay()
-        call.check(case)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_two_captures_of_one_plan_replayed_interleaved(engine, store):
-    cases = [on_gpu(busy_case(engine, seed=seed)) for seed in range(2)]
-    plan = planned(store, cases[0], engine)
-    calls = [StaticCall(plan, [case]) for case in cases]
-    streams = [torch.cuda.Stream() for _ in calls]
-    for turn in range(3):
-        for call, case in zip(calls, cases, strict=True):
-            call.fill(case)
-        torch.cuda.synchronize()
-        for call, stream in zip(calls, streams, strict=True):
-            with torch.cuda.stream(stream if turn else torch.cuda.current_stream()):      # one stream first, then two at once
-                call.graph.replay()
-        torch.cuda.synchronize()
-        for call, case in zip(calls, cases, strict=True):
-            call.check(case)
-
-
-def test_capture_refuses_what_it_cannot_record(tmp_path):
-    case = on_gpu(busy_case("portable"))
-    empty, wrapper = PlanStore(tmp_path / "plans"), BlockSparsePagedTSWrapper()
-    scratch = torch.zeros(8, device="cuda")
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        scratch.add_(1)
-        with pytest.raises(CaptureError, match="startup"):
-            empty.get(case.signature(), "cuda", "portable")
-        with pytest.raises(CaptureError, match="plan\\(\\) before, run\\(\\) inside"):
-            case.one_shot(store=empty)
-        with pytest.raises(CaptureError, match="call plan\\(\\) first"):
-            wrapper.plan(2, 40, 300, 4, 2, 128, 16, 32, 16, device="cuda", store=empty)
-    assert empty.stats().builds == 0 and not empty.entries()
-
-
-# -- streams and threads ------------------------------------------------------------------------------
+# -- streams ------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_work_goes_to_the_callers_stream(engine, store):
@@ -340,59 +223,6 @@ def test_work_goes_to_the_callers_stream(engine, store):
         result = run(plan, case)
     stream.synchronize()
     check(result, case)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_threads_and_streams_give_the_serial_bits(engine, store):
-    """4 threads with 2 streams each on one plan, each stream with a workspace the plan keeps for it."""
-    cases = [on_gpu(busy_case(engine, seed=seed)) for seed in range(8)]
-    plan = planned(store, cases[0], engine)
-    serial = [run(plan, case) for case in cases]
-    check(serial[3], cases[3])
-    torch.cuda.synchronize()
-    failures: list[Any] = []
-
-    def work(mine: list[int]) -> None:
-        try:
-            streams = [torch.cuda.Stream() for _ in mine]
-            for _ in range(20):
-                results = []
-                for i, stream in zip(mine, streams, strict=True):
-                    with torch.cuda.stream(stream):
-                        results.append(run(plan, cases[i], workspace=None))
-                for stream in streams:
-                    stream.synchronize()
-                failures.extend(i for i, result in zip(mine, results, strict=True) if not equal(result, serial[i]))
-        except Exception as error:  # noqa: BLE001 - whatever a thread dies of is the test's failure
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=([2 * i, 2 * i + 1],)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert not any(thread.is_alive() for thread in threads)
-    assert not failures, failures[:3]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_run_neither_allocates_nor_synchronizes(engine, store):
-    case = on_gpu(busy_case(engine))
-    plan = planned(store, case, engine)
-    positional, keywords = case.arguments()
-    out, lse = torch.empty_like(case.q), torch.empty(case.batch, case.num_qo_heads, case.seq_len_q, device="cuda")
-    for validate in (True, False):
-        plan.run(*positional, **keywords, out=out, lse=lse, validate=validate)       # the plan keeps a workspace from here on
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for validate in (True, False):
-            plan.run(*positional, **keywords, out=out, lse=lse, validate=validate)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    check((out, lse), case)
 
 
 # -- the public calls ---------------------------------------------------------------------------------

@@ -180,21 +180,6 @@ def test_bitmap_past_two_to_the_31(engine):
 
 
 @pytest.mark.parametrize("engine", ["portable", "sm90"])
-def test_a_captured_run_sees_new_selections(engine):
-    skip_unserved(engine)
-    q, k, v, sel, metadata = batch((12, 1), 2, 400, 0.3)
-    plan = store().get(QuerySparseSignature(12, 1, "bitmap", len(q)), "cuda", engine)
-    outputs = {"out": torch.empty_like(q), "out_fp32": torch.empty(q.shape, device="cuda"), "lse": torch.empty(12, len(q), device="cuda")}
-    plan.run(q, k, v, sel, *metadata, **outputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        plan.run(q, k, v, sel, *metadata, **outputs)
-    sel.copy_(torch.rand(sel.shape, device="cuda") < 0.6)
-    graph.replay()
-    check(tuple(outputs.values()), *attend_dense(q, k, v, visible_by_bitmap(sel, metadata), 1 / 16))
-
-
-@pytest.mark.parametrize("engine", ["portable", "sm90"])
 def test_scratch_is_small_and_known(engine):
     skip_unserved(engine)
     plan = store().get(QuerySparseSignature(24, 2, "bitmap", 131_072), "cuda", engine)

@@ -173,3 +173,49 @@ def test_importing_the_package_registers_nothing():
            "import cudnn_graphs.ops.torch_operators; print(hasattr(torch.ops.cudnn_graphs, 'qsa_forward'), torch.cuda.is_initialized())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split() == ["False", "True", "False"], done.stderr
+
+
+# -- on a GPU -----------------------------------------------------------------------------------------
+
+ON_CUDA = {"paged": OPERATORS.paged_block_sparse_attention, "sage": OPERATORS.sage_block_sparse_attention, "qsa": OPERATORS.qsa_forward,
+           "qsa_indexed": OPERATORS.qsa_indexed_forward}
+
+
+@pytest.fixture
+def cuda_call(request, monkeypatch):
+    """An operator, its inputs and settings on the device, and what the plan that the operator will take gives for them."""
+    from gpu_operations import OPERATIONS, cubins_of_operations, inputs_of
+    monkeypatch.setattr(default_store(), "cubins", cubins_of_operations())
+    name = request.param
+    signature, tensors = inputs_of(name, "portable", 0)
+    want = tuple(OPERATIONS[name].run(default_store().get(signature, "cuda"), tensors).values())
+    positional, keywords = OPERATIONS[name].arguments(tensors)
+    settings = {}
+    if name == "paged":
+        q, cache, *metadata = positional
+        positional = (q, *cache, *metadata, None, keywords["kv_valid_bits"])
+        settings = {field: getattr(signature, field) for field in ("q_block_size", "kv_block_size", "max_seq_len_kv", "mask_type")}
+    return ON_CUDA[name], positional, settings, want
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_call", ON_CUDA, indirect=True)
+def test_opcheck_on_cuda(cuda_call, comparable_fp8):
+    operator, inputs, settings, _ = cuda_call
+    assert set(torch.library.opcheck(operator.default, inputs, settings).values()) == {"SUCCESS"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_call", ON_CUDA, indirect=True)
+def test_compiled_whole_on_cuda(cuda_call):
+    operator, inputs, settings, want = cuda_call
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(*inputs):
+        out, *others = operator(*inputs, **settings)
+        return out.float() + 1, *others
+
+    before = default_store().stats().builds
+    equal(operator(*inputs, **settings), want)
+    equal(compiled(*inputs), (want[0].float() + 1, *want[1:]))
+    assert default_store().stats().builds == before, "the operator took another plan"

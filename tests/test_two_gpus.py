@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from cases_qsa import bitmap_indices, packed_batch, qkv, random_bitmap
+from gpu_operations import PAGED, Captured, busy_case, equal, paged_tensors
 from oracle_paged import assert_close, paged_attention
 from paged_cases import PagedCase, by_query
 from sage_cases import SageCase
 from shards import round_robin, shard
-from test_paged_gpu import KERNEL_ENGINES, NAN, StaticCall, busy_case
+from test_paged_gpu import KERNEL_ENGINES, NAN
 from test_sharded import SCENARIOS, assert_none_wrong, interleave, spawn
 
 import cudnn_graphs.planning.store as store_module
@@ -217,14 +218,16 @@ def test_two_processes_with_a_gpu_each_share_a_directory(tmp_path):
 def test_a_graph_captured_on_the_second_device(engine, tmp_path):
     cases = [on(busy_case(engine, seed=seed), "cuda:1") for seed in range(2)]
     plan = new_store(tmp_path / "plans").build([cases[0].signature()], "cuda:1", engine=engine)[0]
+    calls = [paged_tensors(case) for case in cases]
+    want = [PAGED.run(plan, tensors) for tensors in calls]
     with torch.cuda.device(1):
         assert not is_capturing()
-        call = StaticCall(plan, cases)
-    for case in (*cases, cases[0]):          # replayed while cuda:0 is current
-        call.fill(case)
-        call.graph.replay()
+        captured = Captured(PAGED, plan, calls)
+    for i in (0, 1, 0):                     # replayed while cuda:0 is current
+        captured.prepare(calls[i])
+        captured.graph.replay()
         torch.cuda.synchronize(1)
-        call.check(case)
+        assert equal(captured.outputs, want[i])
 
 
 # -- NCCL ---------------------------------------------------------------------------------------------

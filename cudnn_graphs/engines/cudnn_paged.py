@@ -17,7 +17,7 @@ from ..descriptor import SparseBlockDescriptor
 from ..graphs import paged_sdpa
 from ..graphs.paged_sdpa import FoldedShape, Uid
 from ..runtime.cubins import CubinCache
-from ..runtime.cudnn_plans import build_plan, handle_for, load_plan
+from ..runtime.cudnn_plans import build_plan, execute_plan, load_plan
 from ..runtime.devices import DeviceFacts
 from ..runtime.launch import LoadedKernel
 from ..runtime.nvrtc import KernelSource, source_digest
@@ -141,4 +141,4 @@ class CudnnPagedExecutable:
         buffers = {Uid.Q: workspace + w.q, Uid.K: arguments.k.data_ptr(), Uid.V: arguments.v.data_ptr(), Uid.K_TABLE: workspace + w.table,
                    Uid.V_TABLE: workspace + w.table, Uid.SEQ_Q: workspace + w.seq_q, Uid.SEQ_KV: workspace + w.seq_kv, Uid.OUT: workspace + w.out,
                    Uid.STATS: workspace + w.stats, Uid.SCALE: ctypes.addressof(scale)}
-        self.graph.execute(buffers, workspace + w.graph, handle=handle_for(self.device, stream))
+        execute_plan(self.graph, buffers, workspace + w.graph, self.device, stream)

@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import problem
 from .devices import DeviceFacts
 
 log = logging.getLogger("cudnn_graphs")
 
 _handles = threading.local()
+_captured: set[Any] = set()     # graphs whose kernels a CUDA graph launches, for the process's life: cuDNN may unload them with the graph
 _KERNEL_NAME = re.compile(rb"cudnn_generated_[A-Za-z0-9_]*?sm(\d+)_[A-Za-z0-9_]+")
 
 
@@ -55,7 +58,6 @@ def build_plan(describe: Callable[..., Any], device: DeviceFacts) -> CudnnPlan:
         major, minor = device.capability
         graph = describe(device_property=cudnn.create_device_properties(device.properties), sm_version=10 * major + minor)
     else:
-        import torch
         with torch.cuda.device(device.index):
             graph = describe(handle=handle_for(device, 0))
             return _build(cudnn, graph, device)
@@ -87,12 +89,18 @@ def _build(cudnn: Any, graph: Any, device: DeviceFacts) -> CudnnPlan:
 def load_plan(blob: bytes, device: DeviceFacts) -> Any:
     """A graph ready to execute on `device`, which must be present."""
     import cudnn
-    import torch
     _preload_nvrtc()
     with torch.cuda.device(device.index):
         graph = cudnn.pygraph(handle=handle_for(device, 0))
         graph.deserialize(handle_for(device, 0), blob)
     return graph
+
+
+def execute_plan(graph: Any, buffers: dict[int, int], workspace: int, device: DeviceFacts, stream: int) -> None:
+    """Launch a loaded graph on `device`, which must be current. buffers: device pointers by tensor uid."""
+    if torch.cuda.is_current_stream_capturing():
+        _captured.add(graph)
+    graph.execute(buffers, workspace, handle=handle_for(device, stream))
 
 
 def _preload_nvrtc() -> None:
