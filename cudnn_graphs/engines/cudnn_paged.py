@@ -10,14 +10,13 @@ import ctypes
 import hashlib
 import struct
 from dataclasses import dataclass
-from typing import Any
 
 from ..arguments import PagedArguments
 from ..descriptor import SparseBlockDescriptor
 from ..graphs import paged_sdpa
 from ..graphs.paged_sdpa import FoldedShape, Uid
 from ..runtime.cubins import CubinCache
-from ..runtime.cudnn_plans import build_plan, execute_plan, load_plan
+from ..runtime.cudnn_plans import LoadedPlan, build_plan, load_plan
 from ..runtime.devices import DeviceFacts
 from ..runtime.launch import LoadedKernel
 from ..runtime.nvrtc import KernelSource, source_digest
@@ -113,10 +112,11 @@ def graph_source() -> str:
 
 
 class CudnnPagedExecutable:
-    """A loaded graph and the kernels around it. Immutable; runs from any thread, each on its own cuDNN handle."""
+    """A loaded graph and the kernels around it. Immutable; runs from any thread."""
 
-    def __init__(self, descriptor: SparseBlockDescriptor, device: DeviceFacts, graph: Any, kernels: dict[str, LoadedKernel], graph_bytes: int) -> None:
-        self.device, self.graph, self.kernels = device, graph, kernels
+    def __init__(self, descriptor: SparseBlockDescriptor, device: DeviceFacts, graph: LoadedPlan, kernels: dict[str, LoadedKernel],
+                 graph_bytes: int) -> None:
+        self.graph, self.kernels = graph, kernels
         self.shape = FoldedShape.of(descriptor)
         self.tail = tail_design(descriptor, device)
         self.workspace = FoldWorkspace.of(self.shape, 0 if self.tail is None else self.tail.workspace_bytes, graph_bytes)
@@ -141,4 +141,4 @@ class CudnnPagedExecutable:
         buffers = {Uid.Q: workspace + w.q, Uid.K: arguments.k.data_ptr(), Uid.V: arguments.v.data_ptr(), Uid.K_TABLE: workspace + w.table,
                    Uid.V_TABLE: workspace + w.table, Uid.SEQ_Q: workspace + w.seq_q, Uid.SEQ_KV: workspace + w.seq_kv, Uid.OUT: workspace + w.out,
                    Uid.STATS: workspace + w.stats, Uid.SCALE: ctypes.addressof(scale)}
-        execute_plan(self.graph, buffers, workspace + w.graph, self.device, stream)
+        self.graph.execute(buffers, workspace + w.graph, stream)

@@ -7,6 +7,7 @@ launches, and handles must not be shared between threads.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import re
 import threading
@@ -23,7 +24,6 @@ from .devices import DeviceFacts
 log = logging.getLogger("cudnn_graphs")
 
 _handles = threading.local()
-_captured: set[Any] = set()     # graphs whose kernels a CUDA graph launches, for the process's life: cuDNN may unload them with the graph
 _KERNEL_NAME = re.compile(rb"cudnn_generated_[A-Za-z0-9_]*?sm(\d+)_[A-Za-z0-9_]+")
 
 
@@ -86,21 +86,32 @@ def _build(cudnn: Any, graph: Any, device: DeviceFacts) -> CudnnPlan:
     return CudnnPlan(blob, kernels, graph.get_workspace_size())
 
 
-def load_plan(blob: bytes, device: DeviceFacts) -> Any:
-    """A graph ready to execute on `device`, which must be present."""
+class LoadedPlan:
+    """A graph ready to execute on one device, which is present. Immutable; any thread may execute it, each on its own handle."""
+
+    def __init__(self, graph: Any, device: DeviceFacts, key: tuple[int | None, str]) -> None:
+        self._graph, self._device, self._key = graph, device, key
+
+    def execute(self, buffers: dict[int, int], workspace: int, stream: int) -> None:
+        """Launch on the device, which must be current. buffers: device pointers by tensor uid."""
+        if torch.cuda.is_current_stream_capturing():
+            _captured[self._key] = self
+        self._graph.execute(buffers, workspace, handle=handle_for(self._device, stream))
+
+
+_captured: dict[tuple[int | None, str], LoadedPlan] = {}      # by device and blob, for the process's life: cuDNN may unload kernels with their graph
+
+
+def load_plan(blob: bytes, device: DeviceFacts) -> LoadedPlan:
     import cudnn
+    key = (device.index, hashlib.sha256(blob).hexdigest())
+    if key in _captured:
+        return _captured[key]
     _preload_nvrtc()
     with torch.cuda.device(device.index):
         graph = cudnn.pygraph(handle=handle_for(device, 0))
         graph.deserialize(handle_for(device, 0), blob)
-    return graph
-
-
-def execute_plan(graph: Any, buffers: dict[int, int], workspace: int, device: DeviceFacts, stream: int) -> None:
-    """Launch a loaded graph on `device`, which must be current. buffers: device pointers by tensor uid."""
-    if torch.cuda.is_current_stream_capturing():
-        _captured.add(graph)
-    graph.execute(buffers, workspace, handle=handle_for(device, stream))
+    return LoadedPlan(graph, device, key)
 
 
 def _preload_nvrtc() -> None:
