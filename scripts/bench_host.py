@@ -14,88 +14,55 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_paged import PAGED
 from rich.console import Console
 from rich.table import Table
+from synthetic_calls import outputs_of, synthetic_call
 
-from cudnn_graphs import PlanStore, QuerySparseSignature, SageBlockSparseSignature, build_qsa_metadata, quantize_sage_qkv, select_blocks
+from cudnn_graphs import PagedBlockSparseSignature, PlanStore, QuerySparseSignature, SageBlockSparseSignature
 from cudnn_graphs.planning import ENGINES, Plan, Signature
 
 ROUNDS, CALLS = 200, 4          # of each way to call: synchronize, one call to warm up, CALLS that are timed
 
-
-@dataclass
-class HostCall:
-    """What `plan.run` of one operation is given, outputs included."""
-
-    operation: str
-    signature: Signature
-    args: tuple[Any, ...]
-    outputs: dict[str, torch.Tensor]
-    more: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        return {**self.outputs, **self.more}
-
-
-def paged_call() -> HostCall:
-    w = PAGED["P7"]
-    w.make()
-    args, keywords = w.arguments()
-    out = keywords.pop("out")
-    w.t.clear()
-    return HostCall("paged, P7", w.signature(), args, {"out": out}, keywords)
-
-
-def sage_call() -> HostCall:
-    q, k, v = torch.randn(3, 1, 4, 1024, 128, dtype=torch.bfloat16, device="cuda")
-    blocks, counts = select_blocks(q, k, top_p=0.9, top_k=8)
-    sage = quantize_sage_qkv(q, k, v)
-    return HostCall("Sage, 1024 x 4 heads", SageBlockSparseSignature(1, 4, 1024, 1024, 8, has_counts=True), (*sage[:6], blocks, 8),
-                    {"out": torch.empty_like(q)}, {"q2k_block_nums": counts})
-
-
-def qsa_call() -> HostCall:
-    metadata = build_qsa_metadata(torch.tensor([0, 512], device="cuda"))
-    q, k, v = (torch.randn(512, heads, 256, dtype=torch.bfloat16, device="cuda") for heads in (12, 1, 1))
-    selected = (torch.rand(512, metadata.block_first.numel(), device="cuda") < 0.1).to(torch.uint8)
-    outputs = {"out": torch.empty_like(q), "out_fp32": torch.empty(q.shape, device="cuda"), "lse": torch.empty(12, 512, device="cuda")}
-    return HostCall("QSA, 512 tokens", QuerySparseSignature(12, 1, "bitmap", 512), (q, k, v, selected, *metadata), outputs)
+SIGNATURES: dict[str, Signature] = {
+    "paged, P7": PagedBlockSparseSignature(8, 1, 32768, 64, 8, 128, 1, 64, 64, max_blocks_per_row=64),
+    "Sage, 1024 x 4 heads": SageBlockSparseSignature(1, 4, 1024, 1024, 8, has_counts=True),
+    "QSA, 512 tokens": QuerySparseSignature(12, 1, "bitmap", 512),
+    "QSA indexed, 512": QuerySparseSignature(12, 1, "indices", 512),
+}
 
 
 def host_costs() -> list[dict[str, Any]]:
     """A row for each operation and engine that serves it."""
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        for make in (paged_call, sage_call, qsa_call):
-            call = make()
+        for operation, signature in SIGNATURES.items():
             for engine in (e for e in ENGINES if e != "reference"):
                 try:
-                    plan = PlanStore(Path(directory) / "plans").get(call.signature, "cuda", engine)
+                    plan = PlanStore(Path(directory) / "plans").get(signature, "cuda", engine)
                 except NotImplementedError:
                     continue
-                rows.append({"operation": call.operation, "engine": engine} | _costs(call, plan, Path(directory) / "plans"))
+                rows.append({"operation": operation, "engine": engine} | _costs(plan, Path(directory) / "plans"))
     return rows
 
 
-def _costs(call: HostCall, plan: Plan, directory: Path) -> dict[str, Any]:
-    args, keywords = call.args, call.keywords
-    bound = plan.signature.bind(plan.device, *args, **keywords)
+def _costs(plan: Plan, directory: Path) -> dict[str, Any]:
+    signature = plan.signature
+    call = synthetic_call(signature, "cuda")
+    args, keywords = call[0], {**call[1], **outputs_of(plan, call)}
+    bound = signature.bind(plan.device, *args, **keywords)
     workspace = torch.empty(max(plan.workspace_bytes, 1), dtype=torch.uint8, device="cuda")
     stream, executable = torch.cuda.current_stream().cuda_stream, plan._built.executable
     fresh = PlanStore(directory)
     start = time.perf_counter()
-    fresh.get(call.signature, "cuda", plan.engine)
+    fresh.get(signature, "cuda", plan.engine)
     load_ms = 1e3 * (time.perf_counter() - start)
     us = medians({"run_us": lambda: plan.run(*args, **keywords), "unvalidated_us": lambda: plan.run(*args, validate=False, **keywords),
                   "launches_us": lambda: executable.launch(bound, workspace.data_ptr(), stream),
-                  "lookup_us": lambda: fresh.get(call.signature, "cuda", plan.engine)})
+                  "lookup_us": lambda: fresh.get(signature, "cuda", plan.engine)})
     before = _allocations()
     for _ in range(100):
         plan.run(*args, **keywords)

@@ -1,0 +1,36 @@
+"""The soak script, briefly on a CPU, and what it calls growth."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+
+
+def test_a_short_soak(tmp_path):
+    done = subprocess.run([sys.executable, str(SCRIPTS / "soak.py"), "--minutes", "0.1", "--device", "cpu", "--max-entries", "4", "--json",
+                           str(tmp_path / "soak.json")], capture_output=True, text=True, timeout=200, check=False)
+    said = json.loads((tmp_path / "soak.json").read_text())
+    wrong = [fault for fault in said["wrong"] if not fault.startswith("host_mb")]      # six seconds are all warm-up
+    assert not wrong, done.stdout
+    last = said["samples"][-1]
+    assert last["calls"] > 20 and last["evictions"] > 0 and last["builds"] > 4 and last["in_memory"] <= 4 and last["on_disk"] <= 4
+    assert "16 signatures" in done.stdout and "evictions" in done.stdout and (done.returncode == 0) == (not said["wrong"])
+
+
+@pytest.mark.parametrize("growth, faults, evictions, said", [
+    (0.0, [], 9, []), (0.01, [], 9, []), (2.0, [], 9, ["host_mb grew from 1045.0 to 1085.0"]), (0.0, ["other bits"], 9, ["other bits"]),
+    (0.0, [], 0, ["nothing was evicted: give fewer --max-entries, or more time"]),
+])
+def test_what_is_wrong(growth, faults, evictions, said, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from soak import Soak
+    soak = object.__new__(Soak)
+    soak.faults = faults
+    soak.samples = [{"host_mb": 500.0 if i < 20 else 1000.0 + growth * (i - 7), "evictions": evictions} for i in range(60)]
+    assert soak.verdict() == said
