@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from bench_workload import milliseconds
 
-PAUSE_SECONDS = 0.05        # before each burst: what ran before must not decide at what clock the next one runs
+PAUSE_SECONDS = 0.04        # before each burst: what ran before must not decide at what clock the next one runs
 BURST_MS = 10.0
-ROUNDS = 9
+ROUNDS = 7
 
 
 @dataclass
