@@ -41,6 +41,9 @@ def signatures(device: str) -> Iterator[PagedBlockSparseSignature]:
             yield signature(head_dim, "float16", batch_size=1, seq_len_q=1, q_block_size=1, group=8, max_blocks_per_row=512)      # decode: small tile, split
         yield signature(128, "float16")
         yield signature(128, q_block_size=16, group=2)
+        for mask in MASKS:      # many small rows: three at a time in one block
+            yield signature(128, group=1, num_qo_heads=64, num_kv_heads=64, **mask)
+        yield signature(128, "float16", group=1, num_qo_heads=64, num_kv_heads=64, kv_block_size=8, page_size=8, **MASKS[3])
         yield signature(256, q_block_size=16, group=4)
         return
     yield signature(128)
@@ -100,6 +103,8 @@ def test_the_jobs_cover_what_they_should():
                      "causal_bits"):
             assert part in text, f"{part} is not compiled for {device}"
         assert ("sm90 " in text) == (SM90 and device == "sm_90")
+    if SM90:
+        assert "chains3" in entries["sm_90"] and "split" in entries["sm_90"]
 
 
 @pytest.mark.parametrize("device", GPUS)

@@ -26,12 +26,13 @@ _MAX_TENSOR_MAPS = 64           # kept per plan
 class Tile:
     """One block's work: the numbers of `PagedPlan` in kernels/sm90/paged_plan.cuh, and how many blocks are launched."""
 
-    consumers: int              # warpgroups of 64 packed query rows
+    consumers: int              # warpgroups of 64 packed query rows that share a row and its rings
     keys: int                   # of one K or V tile
-    stages: int                 # tiles in each of the two rings
+    key_stages: int             # tiles in the ring of K
+    value_stages: int           # and of V
     queries_in_registers: bool
-    blocks_per_sm: int
-    persistent: bool            # blocks walk over items, so that loads of the next overlap the store of the last
+    blocks_per_sm: int = 1
+    chains: int = 1             # rows that a block attends to at a time
     splits: int = 1             # blocks of one cluster that share a row's list
 
     @property
@@ -40,18 +41,22 @@ class Tile:
 
     @property
     def threads(self) -> int:
-        return 128 * (self.consumers + 1)
+        return 128 * (self.consumers * self.chains + 1)
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Queries, rings, and 1 KB or 2 KB of barriers and notes."""
-        return 2 * head_dim * (self.rows + 2 * self.stages * self.keys) + (1024 if self.blocks_per_sm == 2 else 2048)
+        """For each chain: queries, rings, and 1 KB or 2 KB of barriers and notes."""
+        notes = 1024 if self.blocks_per_sm == 2 or self.chains > 1 else 2048
+        return self.chains * (2 * head_dim * (self.rows + (self.key_stages + self.value_stages) * self.keys) + notes)
 
 
-# head_dim -> tile. Wide: two warpgroups share the rings. Narrow: two such blocks per SM, or one where registers allow no more.
-WIDE = {64: Tile(2, 128, 6, True, 1, True), 128: Tile(2, 128, 3, True, 1, True), 256: Tile(2, 64, 2, False, 1, True)}
-NARROW = {64: Tile(1, 128, 3, True, 2, True), 128: Tile(1, 64, 3, True, 2, True), 256: Tile(1, 64, 3, False, 1, True)}
-WIDE_BOTH_MASKS = WIDE | {128: Tile(2, 128, 3, False, 1, True)}     # queries in registers too would spill
-_WIDE_RATE, _NARROW_RATE = 697, 558     # TFLOPS measured at D 128 (P3, P2): narrow tiles read K and V from L2 twice as often
+# head_dim -> tile. Wide: two warpgroups share a row. Narrow: one has its own, in two blocks per SM (one where registers allow no more).
+# Trio: three rows at a time in one block, for long lists of rows too small for wide tiles; at D 64 narrow was faster, 454 against 423 TFLOPS.
+WIDE = {64: Tile(2, 128, 6, 6, True), 128: Tile(2, 128, 3, 3, True), 256: Tile(2, 64, 2, 2, False)}
+NARROW = {64: Tile(1, 128, 3, 3, True, 2), 128: Tile(1, 64, 3, 3, True, 2), 256: Tile(1, 64, 3, 3, False)}
+TRIO = {128: Tile(1, 64, 1, 2, False, chains=3)}
+WIDE_BOTH_MASKS = WIDE | {128: Tile(2, 128, 3, 3, False)}     # queries in registers too would spill
+_TRIO_ITEMS = 8             # for each chain: fewer leave too many chains idle at the end
+_WIDE_RATE, _NARROW_RATE = 680, 560     # TFLOPS measured at D 128 (P3, P2): narrow tiles read K and V from L2 twice as often
 
 
 def _packed_rows(descriptor: SparseBlockDescriptor) -> int:
@@ -75,7 +80,8 @@ def _splits(items: int, tiles: int, sm_count: int, blocks_per_sm: int) -> int:
 
 
 def choose_tile(descriptor: SparseBlockDescriptor, device: DeviceFacts) -> Tile:
-    """Wide tiles where they fill the device and waste little of their rows; else narrow ones, split over clusters when rows are few."""
+    """Wide tiles where they fill the device and waste little of their rows; else trios where rows are many, else narrow ones, split over
+    clusters when rows are few."""
     assert descriptor.max_seq_len_kv is not None
     wides = WIDE_BOTH_MASKS if {"causal", "valid_bits"} <= descriptor.masks else WIDE
     rows, wide, narrow = _packed_rows(descriptor), wides[descriptor.head_dim], NARROW[descriptor.head_dim]
@@ -84,7 +90,10 @@ def choose_tile(descriptor: SparseBlockDescriptor, device: DeviceFacts) -> Tile:
         return wide
     spans = descriptor.max_spans_per_row or -(-descriptor.max_seq_len_kv // descriptor.span_tokens)
     tiles = -(-spans * descriptor.span_tokens // narrow.keys)
-    splits = _splits(_items(descriptor, narrow), tiles, device.sm_count, narrow.blocks_per_sm)
+    items, trio = _items(descriptor, narrow), TRIO.get(descriptor.head_dim)
+    if trio is not None and items >= _TRIO_ITEMS * trio.chains * device.sm_count:
+        return trio
+    splits = _splits(items, tiles, device.sm_count, narrow.blocks_per_sm)
     return Tile(**asdict(narrow) | {"splits": splits})
 
 
@@ -97,14 +106,15 @@ def box_tokens(descriptor: SparseBlockDescriptor) -> int:
 def _source(descriptor: SparseBlockDescriptor, tile: Tile, box: int) -> KernelSource:
     dtype, d = CUDA_TYPES[descriptor.qk_dtype], descriptor.head_dim
     masks = [name for name in ("causal", "valid_bits") if name in descriptor.masks]
-    entry = "_".join(["sm90_paged", dtype, f"d{d}", f"m{tile.rows}", f"box{box}", *masks, *([f"split{tile.splits}"] if tile.splits > 1 else [])])
+    several = [f"{name}{count}" for name, count in (("chains", tile.chains), ("split", tile.splits)) if count > 1]
+    entry = "_".join(["sm90_paged", dtype, f"d{d}", f"m{tile.rows}", f"box{box}", *masks, *several])
     flags = ["causal" in masks, "valid_bits" in masks, tile.queries_in_registers]
-    plan = ", ".join([dtype, *map(str, (d, tile.consumers, tile.keys, box, tile.stages)), *(str(flag).lower() for flag in flags),
-                      str(tile.splits), str(tile.blocks_per_sm)])
+    sizes = (d, tile.consumers, tile.chains, tile.keys, box, tile.key_stages, tile.value_stages)
+    plan = ", ".join([dtype, *map(str, sizes), *(str(flag).lower() for flag in flags), str(tile.splits), str(tile.blocks_per_sm)])
     cluster = f"__cluster_dims__({tile.splits}, 1, 1) " if tile.splits > 1 else ""
     text = f"""#include "sm90/paged_attention.cuh"
 using Plan = PagedPlan<{plan}>;
-static_assert(sizeof(PagedMemory<Plan>) <= {tile.smem_bytes(d)} && Plan::kThreads == {tile.threads}, "Tile and PagedPlan disagree");
+static_assert(sizeof(PagedMemory<Plan>) * Plan::kChains <= {tile.smem_bytes(d)} && Plan::kThreads == {tile.threads}, "Tile and PagedPlan disagree");
 extern "C" __global__ void {cluster}__launch_bounds__({tile.threads}, {tile.blocks_per_sm}) {entry}(
     const __grid_constant__ PagedParams p, const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values) {{
     paged_attention<Plan>(p, keys, values);
@@ -159,7 +169,7 @@ class Sm90PagedDesign:
         num_kv_heads = a.k.shape[1]
         m_tiles = -(-min(a.q_block_size, seq_len_q) * (num_qo_heads // num_kv_heads) // tile.rows)
         items = batch * num_kv_heads * (a.block_indptr.shape[2] - 1) * m_tiles
-        blocks = min(items, self._slots) if tile.persistent and tile.splits == 1 else items * tile.splits
+        blocks = min(-(-items // tile.chains), self._slots) if tile.splits == 1 else items * tile.splits
         kernels["attention"].launch((blocks, 1, 1), (pack_params(a, num_splits=tile.splits), *self._tensor_maps(a.k, a.v)), stream)
 
 

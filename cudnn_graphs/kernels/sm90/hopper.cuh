@@ -62,7 +62,6 @@ DEVICE int thread_index_again() {
 
 // ---- Named barriers beyond the plain one.
 
-DEVICE void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 // A barrier that tells every thread whether any of them brought true.
 DEVICE bool named_barrier_any(int id, int threads, bool mine) {
     u32 any;

@@ -1,4 +1,4 @@
-// Paged block-sparse attention on Hopper: a producer and one or two consumer warpgroups, a ring of tiles between them.
+// Paged block-sparse attention on Hopper: producer warps and one to three consumer warpgroups, rings of tiles between them.
 //
 // A consumer issues Q.K^T of tile i + 1 and P.V of tile i together, and makes probabilities of i + 1 while the tensor
 // cores work on P.V and on the other consumer's products. Partial tiles differ by a mask before the softmax and a
@@ -15,7 +15,7 @@ template <typename Plan>
 struct Consumer {
     using T = typename Plan::Element;
     static constexpr int kKeys = Plan::kKeys;
-    using Cursor = RingCursor<Plan::kStages>;
+    using Cursor = TileCursor<Plan>;
 
     const PagedParams& p;
     PagedMemory<Plan>& memory;
@@ -30,18 +30,24 @@ struct Consumer {
 
     DEVICE Consumer(const PagedParams& params, PagedMemory<Plan>& shared) : p(params), memory(shared) {}
 
-    // First of a thread's two rows in the block.
-    DEVICE static int row_of(int thread_index) { return thread_index / 32 * 16 + thread_index % 32 / 4; }
+    // First of a thread's two rows in the item.
+    DEVICE static int row_of(int thread_index) { return Plan::in_chain(thread_index) / 32 * 16 + thread_index % 32 / 4; }
 
     // Waits for the next item. False: there are no more.
     DEVICE bool next_row() {
-        barrier_wait(memory.row_full[done % 2], done / 2 % 2);
-        return row_notes().tiles >= 0;
+        await_row(done);
+        return tiles() >= 0;
+    }
+    // Starts to fetch the queries of an item, if there is one, where consumers do that; those of the last are no longer read.
+    DEVICE void fetch_queries(u32 item) {
+        await_row(item);
+        const RowNotes& notes = memory.rows[item % Plan::kRowSlots];
+        if (notes.tiles >= 0) gather_queries<Plan>(p, memory, notes.item, thread_index_again() % 128);
     }
 
     // Everything of the item up to, not including, the store.
     DEVICE void attend() {
-        const int tiles = row_notes().tiles;
+        const int tiles = this->tiles();
         softmax = LazySoftmax();
         clear_output();
         take_queries(tiles);
@@ -53,13 +59,18 @@ struct Consumer {
         finish_values(tile.before());
     }
 
-    DEVICE const RowNotes& row_notes() const { return memory.rows[done % 2]; }
+    DEVICE const RowNotes& row_notes() const { return memory.rows[done % Plan::kRowSlots]; }
     DEVICE void finish_row() {
-        release(memory.row_empty[done % 2]);
+        release(memory.row_empty[done % Plan::kRowSlots]);
         ++done;
     }
 
 private:
+    DEVICE void await_row(u32 item) { barrier_wait(memory.row_full[item % Plan::kRowSlots], item / Plan::kRowSlots % 2); }
+    // By a vote or a shuffle here and below: branches that the compiler cannot see a warp agree on cost it the uniform
+    // registers in which operands of products are named.
+    DEVICE int tiles() const { return __shfl_sync(~0u, row_notes().tiles, 0); }
+
     DEVICE void clear_output() {
 #pragma unroll
         for (int c = 0; c < Plan::kChunks; ++c)
@@ -68,15 +79,21 @@ private:
     }
 
     DEVICE void take_queries(int tiles) {
-        barrier_wait(memory.queries_full, done % 2);
+        if constexpr (Plan::kOwnQueries) {
+            cp_async_wait<0>();
+            fence_async_proxy();
+            named_barrier(kWarpgroupBarrier + thread_index_again() / 128, 128);
+        } else {
+            barrier_wait(memory.queries_full, done % 2);
+        }
         if constexpr (Plan::kQueriesInRegisters) {
             const int index = thread_index_again(), lane = index % 32, row = index % 128 / 32 * 16 + lane % 16;
-            const u32 at = smem_address(memory.queries[index / 128]) + row * 128;
+            const u32 at = smem_address(memory.queries[Plan::in_chain(index) / 128]) + row * 128;
 #pragma unroll
             for (int k = 0; k < Plan::kHeadDim / 16; ++k)
                 ldmatrix_x4(queries[k], at + k / 4 * Plan::kQueryColumnBytes + ((2 * k + lane / 16) % 8 ^ row % 8) * 16);
         }
-        if (Plan::kQueriesInRegisters || tiles == 0) release(memory.queries_empty);
+        if (Plan::kQueriesInRegisters || tiles == 0) release_queries();
     }
 
     // Each warp speaks for itself: its own reads are over.
@@ -85,11 +102,15 @@ private:
         if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
     }
 
+    DEVICE void release_queries() {
+        if constexpr (!Plan::kOwnQueries) release(memory.queries_empty);
+    }
+
     // Q.K^T of the next tile, once its keys are there.
     DEVICE void issue_scores() {
-        barrier_wait(memory.keys_full[tile.slot()], tile.phase());
-        const u64 k = k_major_operand(smem_address(memory.keys[0])) + tile.slot() * operand_bytes(Plan::kTileBytes);
-        u64 q = k_major_operand(smem_address(memory.queries[threadIdx.x / 128]));
+        barrier_wait(memory.keys_full[tile.key_slot()], tile.key_phase());
+        const u64 k = k_major_operand(smem_address(memory.keys[0])) + tile.key_slot() * operand_bytes(Plan::kTileBytes);
+        u64 q = k_major_operand(smem_address(memory.queries[Plan::kConsumers == 1 ? 0 : threadIdx.x / 128]));
         asm volatile("" : "+l"(q));                 // else all of its sums with constants are kept, and spilled, across the loop
         wgmma_fence();
         score_products(q, k);
@@ -105,16 +126,17 @@ private:
         if constexpr (16 * (kStep + 1) < Plan::kHeadDim) score_products<kStep + 1>(q, k);
     }
 
-    // Scores are there, keys no longer needed, nor are queries after the row's last tile. True: the tile is partial.
+    // Scores are there, keys no longer needed, nor are queries after the row's last tile. True: values have to be cleaned.
     template <int kPending>
     DEVICE bool finish_scores(bool last) {
+        const Partial partial = memory.notes[tile.at].partial;
+        const bool masked = __any_sync(~0u, partial != Partial::kNo), clean = __any_sync(~0u, partial == Partial::kMaskAndClean);
         wgmma_wait<kPending>();
         keep_order(s);
-        const bool partial = memory.notes[tile.at].partial;
-        release(memory.keys_empty[tile.slot()]);
-        if (!Plan::kQueriesInRegisters && last) release(memory.queries_empty);
-        if (partial) mask();
-        return partial;
+        release(memory.keys_empty[tile.key_slot()]);
+        if (!Plan::kQueriesInRegisters && last) release_queries();
+        if (masked) mask();
+        return clean;
     }
 
     DEVICE void await_values(Cursor of) { barrier_wait(memory.values_full[of.slot()], of.phase()); }
@@ -155,10 +177,10 @@ private:
 
     DEVICE void first_tile(bool last) {
         issue_scores();
-        const bool partial = finish_scores<0>(last);
+        const bool clean = finish_scores<0>(last);
         softmax.step(s, p.scale_log2);              // nothing to rescale yet
         round_probabilities();
-        if (partial) clean_values();
+        if (clean) clean_values();
         tile.advance();
     }
 
@@ -168,12 +190,12 @@ private:
         issue_scores();
         await_values(before);
         issue_values(before);
-        const bool partial = finish_scores<1>(last);
+        const bool clean = finish_scores<1>(last);
         const bool moved = softmax.step(s, p.scale_log2);
         finish_values(before);
         if (moved) rescale_output();
         round_probabilities();
-        if (partial) clean_values();
+        if (clean) clean_values();
         tile.advance();
     }
 
@@ -188,9 +210,10 @@ private:
         const int index = thread_index_again(), thread = index % 128, lane = index % 32;
         const Sight<Plan> sight(p, row_notes(), row_of(index));
         u8* values = memory.values[tile.slot()];
-        if (!clear_dead_values<Plan>(values, memory.notes[tile.at], sight, thread, kWarpgroupBarrier + index / 128)) return;
+        const bool mixed = clear_dead_values<Plan>(values, memory.notes[tile.at], sight, thread, kWarpgroupBarrier + index / 128);
+        if (!Plan::kCausal || !__any_sync(~0u, mixed)) return;
         add_seen_values<Plan>(o, probabilities, values, lane);
-        clear_nonfinite_values<Plan>(values, thread);
+        clear_nonfinite_values<Plan>(values, thread, kChainBarrier + Plan::chain_of(index));
 #pragma unroll
         for (int k = 0; k < kKeys / 16; ++k) probabilities[k][0] = probabilities[k][1] = probabilities[k][2] = probabilities[k][3] = 0;
     }
@@ -199,13 +222,15 @@ private:
 template <typename Plan>
 DEVICE void init_barriers(PagedMemory<Plan>& memory) {
     constexpr int kConsumerWarps = 4 * Plan::kConsumers;
-    for (int i = 0; i < Plan::kStages; ++i) {
+    for (int i = 0; i < Plan::kKeyStages; ++i) {
         barrier_init(memory.keys_full[i], 1);
-        barrier_init(memory.values_full[i], 1);
         barrier_init(memory.keys_empty[i], kConsumerWarps);
+    }
+    for (int i = 0; i < Plan::kValueStages; ++i) {
+        barrier_init(memory.values_full[i], 1);
         barrier_init(memory.values_empty[i], kConsumerWarps);
     }
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < Plan::kRowSlots; ++i) {
         barrier_init(memory.row_full[i], 1);
         barrier_init(memory.row_empty[i], kConsumerWarps);
     }
@@ -213,48 +238,73 @@ DEVICE void init_barriers(PagedMemory<Plan>& memory) {
     barrier_init(memory.batch_empty, 1);
     barrier_init(memory.queries_full, Plan::kQueryThreads);
     barrier_init(memory.queries_empty, kConsumerWarps);
-    barrier_init_fence();
 }
 
-// Items are dealt round over the blocks; a cluster takes one item at a time.
+// Items are dealt round over the chains of all blocks; a cluster takes one item at a time.
 template <typename Plan>
 struct Schedule {
-    int items;                                      // of this block
-    DEVICE explicit Schedule(const PagedParams& p) {
-        const int all = p.batch * p.num_kv_heads * p.rows * WorkItem::items_per_row<Plan::kRows>(p);
-        items = ceil_div(all - int(blockIdx.x / Plan::kSplits), int(gridDim.x / Plan::kSplits));
+    int first, step;
+    int items;                                      // of this chain
+
+    DEVICE Schedule(const PagedParams& p, int chain) {
+        const int all = p.batch * p.num_kv_heads * p.rows * WorkItem::items_per_row<Plan::kRows>(p), blocks = gridDim.x / Plan::kSplits;
+        first = chain * blocks + blockIdx.x / Plan::kSplits;
+        step = Plan::kChains * blocks;
+        items = ceil_div(all - first, step);
     }
-    DEVICE static WorkItem item(const PagedParams& p, int i) {
-        return WorkItem::of<Plan::kRows>(p, blockIdx.x / Plan::kSplits + i * (gridDim.x / Plan::kSplits));
+    DEVICE WorkItem item(const PagedParams& p, int i) const { return WorkItem::of<Plan::kRows>(p, first + i * step); }
+
+    template <typename Receiver>
+    DEVICE void plan(const PagedParams& p, PagedMemory<Plan>& memory, Receiver& receiver, int lane, int split) const {
+        Planner<Plan, Receiver> planner{p, memory, receiver, lane, split};
+        for (int i = 0; i < items; ++i) planner.plan(item(p, i));
+        planner.finish();
     }
 };
 
+// One chain: its copies, its plan and its queries have a warp or two each.
 template <typename Plan>
-DEVICE void produce(const PagedParams& p, const TensorMap& key_map, const TensorMap& value_map, PagedMemory<Plan>& memory, int split) {
-    const int thread = threadIdx.x - Plan::kConsumerThreads;
-    const Schedule<Plan> schedule(p);
+DEVICE void produce_one(const PagedParams& p, const TensorMap& key_map, const TensorMap& value_map, PagedMemory<Plan>& memory, int thread, int split) {
+    const Schedule<Plan> schedule(p, 0);
     if (thread < 32) {
-        KeyValueLoader<Plan>{p, key_map, value_map, memory, thread}.run();
+        KeyValueLoader<Plan> loader{p, key_map, value_map, memory, thread};
+        load_what_is_sent(loader);
     } else if (thread < 64) {
-        Planner<Plan> planner{p, memory, thread - 32, split};
-        for (int i = 0; i < schedule.items; ++i) planner.plan(schedule.item(p, i));
-        planner.finish();
+        BatchSender<Plan> sender{memory, thread - 32};
+        schedule.plan(p, memory, sender, thread - 32, split);
     } else {
         for (int i = 0; i < schedule.items; ++i) {
             barrier_wait(memory.queries_empty, ~i & 1);
             gather_queries<Plan>(p, memory, schedule.item(p, i), thread - 64);
+            cp_async_wait<0>();
+            fence_async_proxy();
+            barrier_arrive(memory.queries_full);
         }
     }
+}
+
+// Several: a warp plans and copies for each.
+template <typename Plan>
+DEVICE void produce_several(const PagedParams& p, const TensorMap& key_map, const TensorMap& value_map, PagedMemory<Plan> (&memory)[Plan::kChains], int thread) {
+    const int chain = __shfl_sync(~0u, thread / 32, 0), lane = thread % 32;
+    if (chain >= Plan::kChains) return;
+    DelayedLoader<Plan> loader{{p, key_map, value_map, memory[chain], lane}};
+    Schedule<Plan>(p, chain).plan(p, memory[chain], loader, lane, 0);
 }
 
 template <typename Plan>
 DEVICE void consume(const PagedParams& p, PagedMemory<Plan>& memory, int split) {
     Consumer<Plan> consumer(p, memory);
+    if constexpr (Plan::kOwnQueries) consumer.fetch_queries(0);
     while (consumer.next_row()) {
         consumer.attend();
         const WorkItem w = consumer.row_notes().item;
         const bool bad = consumer.row_notes().bad;
         const int index = thread_index_again(), row = consumer.row_of(index), lane = index % 32;
+        if constexpr (Plan::kOwnQueries) {              // they come while this item is stored
+            named_barrier(kWarpgroupBarrier + index / 128, 128);
+            consumer.fetch_queries(consumer.done + 1);
+        }
         if constexpr (Plan::kSplits == 1) {
             store_rows<Plan>(p, w, consumer.o, consumer.softmax, bad, row, lane);
         } else {
@@ -272,23 +322,26 @@ DEVICE void consume(const PagedParams& p, PagedMemory<Plan>& memory, int split) 
 template <typename Plan>
 DEVICE void paged_attention(const PagedParams& p, const TensorMap& key_map, const TensorMap& value_map) {
     extern __shared__ __align__(1024) u8 raw_memory[];
-    auto& memory = *reinterpret_cast<PagedMemory<Plan>*>(raw_memory);
+    auto& memory = *reinterpret_cast<PagedMemory<Plan>(*)[Plan::kChains]>(raw_memory);
     if (threadIdx.x == 0) {
         prefetch_tensor_map(key_map);
         prefetch_tensor_map(value_map);
-        init_barriers(memory);
+        for (auto& chain : memory) init_barriers(chain);
+        barrier_init_fence();
     }
     __syncthreads();
     const int split = Plan::kSplits == 1 ? 0 : cluster_rank();
     if (threadIdx.x >= Plan::kConsumerThreads) {
         if constexpr (Plan::kMovesRegisters) lower_registers<Plan::kProducerRegisters>();
-        produce<Plan>(p, key_map, value_map, memory, split);
+        const int thread = threadIdx.x - Plan::kConsumerThreads;
+        if constexpr (Plan::kChains == 1) produce_one<Plan>(p, key_map, value_map, memory[0], thread, split);
+        else produce_several<Plan>(p, key_map, value_map, memory, thread);
         if constexpr (Plan::kSplits > 1) {
             cluster_barrier();
             cluster_barrier();
         }
     } else {
         if constexpr (Plan::kMovesRegisters) raise_registers<Plan::kConsumerRegisters>();
-        consume<Plan>(p, memory, split);
+        consume<Plan>(p, memory[Plan::chain_of(threadIdx.x)], split);
     }
 }

@@ -75,13 +75,13 @@ struct RowReader {
 
 // One warp that reads lists and page tables ahead of the copies: their latencies, one after the other, are
 // longer than the rings can bridge.
-template <typename Plan>
+template <typename Plan, typename Receiver>
 struct Planner {
     const PagedParams& p;
     PagedMemory<Plan>& memory;
+    Receiver& receiver;
     int lane, split;
-    RingCursor<2> row_at{};
-    u32 batches = 0;
+    RingCursor<Plan::kRowSlots> row_at{};
 
     DEVICE void plan(const WorkItem& w) {
         RowReader<Plan> reader(p, w);
@@ -89,16 +89,19 @@ struct Planner {
         const int tiles = ceil_div(reader.boxes, Plan::kBoxes);
         const int begin = int(i64(tiles) * split / Plan::kSplits), end = int(i64(tiles) * (split + 1) / Plan::kSplits);
         announce({w, end - begin, reader.row.length, reader.row.bad, reader.sees_first, reader.sees_last});
-        for (int tile = begin; tile < end; tile += 32 / Plan::kBoxes)
-            hand_over(w.h, min(end - tile, 32 / Plan::kBoxes), reader.read(tile * Plan::kBoxes + lane));
+        for (int tile = begin; tile < end; tile += kTiles)
+            hand_over(w.h, min(end - tile, kTiles), reader.read(tile * Plan::kBoxes + lane));
+        if (begin >= end) receiver.take({0});       // what is held back must not wait for this item's tiles: it has none
         row_at.advance();
     }
     DEVICE void finish() {
         announce({WorkItem(), -1});
-        hand_over(0, -1, Box());
+        receiver.take({-1});
     }
 
 private:
+    static constexpr int kTiles = 32 / Plan::kBoxes;
+
     DEVICE void announce(const RowNotes& notes) {
         barrier_wait(memory.row_empty[row_at.slot()], row_at.phase() ^ 1);
         if (lane == 0) {
@@ -109,15 +112,27 @@ private:
     }
 
     DEVICE void hand_over(int head, int tiles, const Box& box) {
-        BoxBatch& batch = memory.batch;
-        const u32 alive = __ballot_sync(~0u, box.token != kNoToken);
-        const u32 partial = __ballot_sync(~0u, !box.full);
+        const u32 masked = __ballot_sync(~0u, !box.full);
+        const u32 cleaned = __ballot_sync(~0u, !box.full && box.token != kNoToken);
         if (box.bad) memory.rows[row_at.slot()].bad = 1;
+        receiver.take({tiles, head, masked, cleaned, box.token, box.page});
+    }
+};
+
+// From the planning warp to the copying one.
+template <typename Plan>
+struct BatchSender {
+    PagedMemory<Plan>& memory;
+    int lane;
+    u32 batches = 0;
+
+    DEVICE void take(const BoxBatch& batch) {
+        BatchMailbox& mailbox = memory.batch;
         barrier_wait(memory.batch_empty, ~batches & 1);
         ++batches;
-        batch.token[lane] = box.token;
-        batch.page[lane] = box.page;
-        if (lane == 0) batch.tiles = tiles, batch.head = head, batch.alive = alive, batch.partial = partial;
+        mailbox.token[lane] = batch.token;
+        mailbox.page[lane] = batch.page;
+        if (lane == 0) mailbox.tiles = batch.tiles, mailbox.head = batch.head, mailbox.masked = batch.masked, mailbox.cleaned = batch.cleaned;
         __syncwarp();
         if (lane == 0) barrier_arrive(memory.batch_full);
     }
@@ -131,49 +146,34 @@ struct KeyValueLoader {
     const TensorMap& value_map;
     PagedMemory<Plan>& memory;
     int lane;
-    RingCursor<Plan::kStages> at{};
+    TileCursor<Plan> at{};
 
-    DEVICE void run() {
-        for (u32 phase = 0;; phase ^= 1) {
-            barrier_wait(memory.batch_full, phase);
-            const BoxBatch& batch = memory.batch;
-            const int tiles = batch.tiles, head = batch.head;
-            const u32 alive = batch.alive, partial = batch.partial, token = batch.token[lane];
-            const int page = batch.page[lane];
+    // Coordinates outside the tensor, where there is nothing to load, make zeros.
+    DEVICE void load(const BoxBatch& batch) {
+        const int slot = batch.token % p.page_size, page = batch.token == kNoToken ? -1 : batch.page;
+        for (int i = 0; i < batch.tiles; ++i) {
+            const u32 members = kTileMask << (i * Plan::kBoxes);
+            const bool mine = members >> lane & 1;
+            barrier_wait(memory.keys_empty[at.key_slot()], at.key_phase() ^ 1);
+            TileNotes<Plan::kBoxes>& notes = memory.notes[at.at];
+            if (mine) notes.token[lane % Plan::kBoxes] = batch.token;
+            if (lane == 0) notes.partial = (batch.cleaned & members) != 0 ? Partial::kMaskAndClean : (batch.masked & members) != 0 ? Partial::kMask : Partial::kNo;
             __syncwarp();
-            if (lane == 0) barrier_arrive(memory.batch_empty);
-            if (tiles < 0) return;
-            for (int i = 0; i < tiles; ++i) {
-                const u32 members = kTileMask << (i * Plan::kBoxes);
-                load_tile(head, page, token, members, alive & members, (partial & members) != 0);
-            }
+            copy(memory.keys[at.key_slot()], key_map, memory.keys_full[at.key_slot()], mine, slot, batch.head, page);
+            barrier_wait(memory.values_empty[at.slot()], at.phase() ^ 1);
+            copy(memory.values[at.slot()], value_map, memory.values_full[at.slot()], mine, slot, batch.head, page);
+            at.advance();
         }
     }
 
 private:
     static constexpr u32 kTileMask = (1u << Plan::kBoxes) - 1;
 
-    DEVICE void load_tile(int head, int page, u32 token, u32 members, u32 alive, bool partial) {
-        const int bytes = __popc(alive) * Plan::kBox * Plan::kHeadDim * 2;
-        const int place = lane % Plan::kBoxes, slot = token % p.page_size;
-        const bool loads = alive >> lane & 1;
-
-        barrier_wait(memory.keys_empty[at.slot()], at.phase() ^ 1);
-        TileNotes<Plan::kBoxes>& notes = memory.notes[at.at];
-        if (members >> lane & 1) notes.token[place] = token;
-        if (lane == 0) notes.partial = partial;
+    DEVICE void copy(u8* tile, const TensorMap& map, u64& full, bool mine, int slot, int head, int page) {
+        if (lane == 0) barrier_arrive_expect(full, Plan::kTileBytes);
         __syncwarp();
-        copy(memory.keys[at.slot()], key_map, memory.keys_full[at.slot()], slot, head, page, place, loads, bytes);
-        barrier_wait(memory.values_empty[at.slot()], at.phase() ^ 1);
-        copy(memory.values[at.slot()], value_map, memory.values_full[at.slot()], slot, head, page, place, loads, bytes);
-        at.advance();
-    }
-
-    DEVICE void copy(u8* tile, const TensorMap& map, u64& full, int slot, int head, int page, int place, bool loads, int bytes) {
-        if (lane == 0) barrier_arrive_expect(full, bytes);
-        __syncwarp();
-        if (loads) {
-            const u32 to = smem_address(tile) + place * Plan::kBox * 128;
+        if (mine) {
+            const u32 to = smem_address(tile) + lane % Plan::kBoxes * Plan::kBox * 128;
 #pragma unroll
             for (int half = 0; half < Plan::kHalves; ++half) load_box(to + half * Plan::kColumnBytes, map, full, 64 * half, slot, head, page);
         }
@@ -181,7 +181,34 @@ private:
     }
 };
 
-// Queries of one item into shared memory, k-major under the 128-byte swizzle; rows past the live ones are zeros.
+// A warp that only copies, as a BatchSender tells it.
+template <typename Plan>
+DEVICE void load_what_is_sent(KeyValueLoader<Plan>& loader) {
+    BatchMailbox& mailbox = loader.memory.batch;
+    for (u32 phase = 0;; phase ^= 1) {
+        barrier_wait(loader.memory.batch_full, phase);
+        const BoxBatch batch = {mailbox.tiles, mailbox.head, mailbox.masked, mailbox.cleaned, mailbox.token[loader.lane], mailbox.page[loader.lane]};
+        __syncwarp();
+        if (loader.lane == 0) barrier_arrive(loader.memory.batch_empty);
+        if (batch.tiles < 0) return;
+        loader.load(batch);
+    }
+}
+
+// One warp that plans and copies: a batch is kept until the next is known, so that the lookups of the next lie ahead
+// of the copies of this one.
+template <typename Plan>
+struct DelayedLoader {
+    KeyValueLoader<Plan> loader;
+    BoxBatch held{};
+
+    DEVICE void take(const BoxBatch& batch) {
+        loader.load(held);
+        held = batch;
+    }
+};
+
+// Starts copies of one item's queries into shared memory, k-major under the 128-byte swizzle; rows past the live ones are zeros.
 template <typename Plan>
 DEVICE void gather_queries(const PagedParams& p, PagedMemory<Plan>& memory, const WorkItem& w, int thread) {
     constexpr int kPieces = Plan::kHeadDim / 8;         // 16 bytes each
@@ -193,7 +220,4 @@ DEVICE void gather_queries(const PagedParams& p, PagedMemory<Plan>& memory, cons
         cp_async16(to, live ? q + w.token(p, row) * p.q_stride_t + w.head(p, row) * p.q_stride_h + piece * 8 : q, live);
     }
     cp_async_commit();
-    cp_async_wait<0>();
-    fence_async_proxy();
-    barrier_arrive(memory.queries_full);
 }

@@ -1,34 +1,41 @@
 // The plan of paged block-sparse attention on Hopper: tile sizes, roles, shared memory, work items.
 //
-// A block has kConsumers warpgroups of 64 packed query rows each (packed row m of a sparse row: query token
-// m / group, head m % group), and producer warps behind them. All of a block's warpgroups share one ring of
-// K tiles and one of V tiles, kKeys keys each. A tile is made of boxes: kBox keys that are neighbours in one
-// page and in one KV block, the unit of copies, of masks and of guards.
+// A block runs kChains rows at a time, independent of each other. A chain has kConsumers warpgroups of 64 packed
+// query rows each (packed row m of a sparse row: query token m / group, head m % group), and two rings, of K and of V tiles
+// of kKeys keys. Producer warps of all chains lie behind the consumers. A tile is made of boxes: kBox keys that are
+// neighbours in one page and in one KV block, the unit of copies, of masks and of guards.
 #pragma once
 #include "common/paged_params.cuh"
 #include "sm90/hopper.cuh"
 
-template <typename ElementT, int kHeadDimT, int kConsumersT, int kKeysT, int kBoxT, int kStagesT, bool kCausalT, bool kBitsT,
+template <typename ElementT, int kHeadDimT, int kConsumersT, int kChainsT, int kKeysT, int kBoxT, int kKeyStagesT, int kValueStagesT, bool kCausalT, bool kBitsT,
           bool kQueriesInRegistersT, int kSplitsT, int kBlocksPerSmT>
 struct PagedPlan {
     using Element = ElementT;
-    static constexpr int kHeadDim = kHeadDimT, kConsumers = kConsumersT, kKeys = kKeysT, kBox = kBoxT, kStages = kStagesT;
+    static constexpr int kHeadDim = kHeadDimT, kConsumers = kConsumersT, kChains = kChainsT, kKeys = kKeysT, kBox = kBoxT;
+    static constexpr int kKeyStages = kKeyStagesT, kValueStages = kValueStagesT;   // tiles in the rings
     static constexpr bool kCausal = kCausalT, kBits = kBitsT;
     static constexpr bool kQueriesInRegisters = kQueriesInRegistersT;   // A of Q.K^T: spares shared memory a third of its reads
     static constexpr int kSplits = kSplitsT;                            // blocks of a cluster that share one row's list
     static constexpr int kBlocksPerSm = kBlocksPerSmT;
 
-    static constexpr bool kWide = kConsumers > 1;
-    static constexpr int kRows = 64 * kConsumers;                       // packed query rows of a block
-    static constexpr int kConsumerThreads = 128 * kConsumers;
+    static constexpr int kRows = 64 * kConsumers;                       // packed query rows of an item
+    static constexpr int kChainThreads = 128 * kConsumers;
+    static constexpr int kConsumerThreads = kChainThreads * kChains;
     static constexpr int kProducerThreads = 128;                        // a whole warpgroup: registers move in such units
     static constexpr int kThreads = kConsumerThreads + kProducerThreads;
-    static constexpr int kQueryThreads = 64;                            // producer warps 2 and 3
+    static constexpr int kRowSlots = kChains == 1 ? 2 : 4;              // items between planning and consumers
+    // One chain: a warp copies, one plans, two gather queries. More: a warp each that plans and copies, and consumers that
+    // gather their own queries.
+    static constexpr bool kOwnQueries = kChains > 1;
+    static constexpr int kQueryThreads = kOwnQueries ? 128 : 64;
 
-    // 128 x (56 + 2 x 224) and 2 x 128 x (56 + 200) registers are all there are; a lone block of 256 threads has enough.
-    static constexpr bool kMovesRegisters = kWide || kBlocksPerSm == 2;
+    // What the block is launched with moves from the producers to the consumers; a lone block of 256 threads has enough.
+    static constexpr bool kMovesRegisters = kThreads * kBlocksPerSm > 256;
+    static constexpr int kWarpgroups = kThreads / 128;
+    static constexpr int kLaunchRegisters = 65536 / (kThreads * kBlocksPerSm) / 8 * 8;
     static constexpr int kProducerRegisters = 56;
-    static constexpr int kConsumerRegisters = (kWide ? 504 - kProducerRegisters : 512 - 2 * kProducerRegisters) / 2;
+    static constexpr int kConsumerRegisters = (kLaunchRegisters * kWarpgroups - kProducerRegisters) / (kWarpgroups - 1) / 8 * 8;
 
     static constexpr int kBoxes = kKeys / kBox;                         // boxes of a tile
     static constexpr int kHalves = kHeadDim / 64;                       // 128-byte columns of a tile
@@ -40,9 +47,14 @@ struct PagedPlan {
     static constexpr int kChunks = kHeadDim / kChunk;
 
     // A tile's notes outlive its keys, whose slot may be filled again while they are read: twice as many slots.
-    static constexpr int kNotes = 2 * kStages;
-    static_assert(kStages >= 2 && kKeys % kBox == 0 && kBox >= 8 && (kKeys == 64 || kKeys == 128));
-    static_assert(kSplits == 1 || !kWide);
+    static constexpr int kNotes = 2 * kValueStages;
+    static_assert(kValueStages >= 2 && (kKeyStages == kValueStages || kKeyStages == 1) && kKeys % kBox == 0 && kBox >= 8 && (kKeys == 64 || kKeys == 128));
+    static_assert(kSplits == 1 || (kConsumers == 1 && kChains == 1));
+    static_assert(kChains == 1 || (kChains <= 4 && kConsumers == 1));
+
+    // By a shuffle, after which the compiler knows that a warp agrees on it: addresses of operands stay in uniform registers.
+    DEVICE static int chain_of(int thread) { return kChains == 1 ? 0 : __shfl_sync(~0u, thread / kChainThreads, 0); }
+    DEVICE static int in_chain(int thread) { return kChains == 1 ? thread : thread % kChainThreads; }
 };
 
 // kRows packed rows of one sparse row. Blocks that run together share a KV head: it is the slower index.
@@ -74,13 +86,20 @@ struct WorkItem {
 
 constexpr u32 kNoToken = 0x80000000u;               // the first token of a box that nobody sees
 
+// What a tile needs beyond its two products.
+enum class Partial : u32 {
+    kNo,                                            // every query sees every key
+    kMask,                                          // boxes that nobody sees: their keys and values are zeros
+    kMaskAndClean,                                  // some query does not see some key of a box that was loaded
+};
+
 template <int kBoxes>
 struct TileNotes {
-    u32 partial;                                    // some query does not see some key
+    Partial partial;
     u32 token[kBoxes];                              // first logical token of each box
 };
 
-// What the blocks of a cluster hand each other at the end; lies over the K ring.
+// What the blocks of a cluster hand each other at the end; lies over the rings.
 template <typename Plan>
 struct PartialResult {
     float out[64][Plan::kHeadDim + 4];              // not normalized; padded against bank conflicts
@@ -88,11 +107,19 @@ struct PartialResult {
     float bad;                                      // not 0: the row is bad
 };
 
-// 32 boxes of one item on their way from the planning to the copying warp. Bit i of a mask: box i.
+// Up to 32 boxes of one item on their way from planning to copying; every lane has one of them.
 struct BoxBatch {
     i32 tiles;                                      // that these boxes make; < 0: there are no more items
     i32 head;
-    u32 alive, partial;
+    u32 masked, cleaned;                            // bit i: tiles with box i need it
+    u32 token;                                      // kNoToken: nothing to load
+    i32 page;
+};
+
+// The same in shared memory, between two warps.
+struct BatchMailbox {
+    i32 tiles, head;
+    u32 masked, cleaned;
     u32 token[32];
     i32 page[32];
 };
@@ -106,21 +133,30 @@ struct RowNotes {
     i32 sees_first, sees_last;                      // last token that the item's first and last query see
 };
 
+// Of one chain.
 template <typename Plan>
 struct alignas(1024) PagedMemory {
     u8 queries[Plan::kConsumers][Plan::kQueryBytes];
-    u8 keys[Plan::kStages][Plan::kTileBytes];
-    u8 values[Plan::kStages][Plan::kTileBytes];
-    u64 keys_full[Plan::kStages], keys_empty[Plan::kStages];
-    u64 values_full[Plan::kStages], values_empty[Plan::kStages];
+    u8 keys[Plan::kKeyStages][Plan::kTileBytes];
+    u8 values[Plan::kValueStages][Plan::kTileBytes];
+    u64 keys_full[Plan::kKeyStages], keys_empty[Plan::kKeyStages];
+    u64 values_full[Plan::kValueStages], values_empty[Plan::kValueStages];
     u64 queries_full, queries_empty;
-    u64 row_full[2], row_empty[2];
+    u64 row_full[Plan::kRowSlots], row_empty[Plan::kRowSlots];
     u64 batch_full, batch_empty;
-    BoxBatch batch;
-    RowNotes rows[2];
+    BatchMailbox batch;
+    RowNotes rows[Plan::kRowSlots];
     TileNotes<Plan::kBoxes> notes[Plan::kNotes];
+};
+
+// Where a tile stands in both rings; its notes lie at `at`.
+template <typename Plan>
+struct TileCursor : RingCursor<Plan::kValueStages> {
+    DEVICE int key_slot() const { return Plan::kKeyStages == 1 ? 0 : this->slot(); }
+    DEVICE u32 key_phase() const { return Plan::kKeyStages == 1 ? this->at % 2 : this->phase(); }
+    DEVICE TileCursor before() const { return {RingCursor<Plan::kValueStages>::before()}; }
 };
 
 // Named barriers; 0 is the whole block's.
 constexpr int kWarpgroupBarrier = 1;                // + warpgroup
-constexpr int kAllConsumersBarrier = 3;
+constexpr int kChainBarrier = 4;                    // + chain
