@@ -20,11 +20,12 @@ def sources(name: str) -> list[KernelSource]:
     facts = DEVICES[name]
     found = []
     for layout in ("natural", "interleaved16"):
-        descriptor = SageBlockSparseSignature(1, 24, 32768, 32768, 52, v_layout=layout).lower()
-        for engine in ("portable", "sm90") if facts.capability == (9, 0) else ("portable",):
-            found += engine_named(engine).design(descriptor, facts).kernels.values()  # type: ignore[attr-defined]
+        for lse in (False, True):
+            descriptor = SageBlockSparseSignature(1, 24, 32768, 32768, 52, v_layout=layout, return_lse=lse).lower()
+            for engine in ("portable", "sm90") if facts.capability == (9, 0) else ("portable",):
+                found += [k for k in engine_named(engine).design(descriptor, facts).kernels.values() if k not in found]  # type: ignore[attr-defined]
     types = CUDA_TYPES if name == "sm_90" else [torch.bfloat16]
-    return found + [quantizer_source(dtype, vector, facts.smem_per_block) for dtype in types for vector in (True, False)]
+    return found + [quantizer_source(dtype, vector) for dtype in types for vector in (True, False)]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs cupy for NVRTC")

@@ -15,23 +15,28 @@ from ..runtime.nvrtc import KernelSource
 from ..runtime.streams import current_raw_stream, is_capturing, on_device
 
 CUDA_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
-SUM_LANES = 32                              # kSumLanes of SageQuantizeConfig
+THREADS, SUM_LANES = 128, 32                # SageQuantizeConfig
 _PARAMS = struct.Struct("<14Q12q7i4x")           # SageQuantizeParams
 
 _loaded: dict[tuple[DeviceFacts, torch.dtype, bool], LoadedKernel] = {}
 
 
 @functools.cache
-def quantizer_source(dtype: torch.dtype, vector: bool, smem_per_block: int) -> KernelSource:
-    """vector: every row is contiguous and starts on 16 bytes. One block an SM, as many warps as can stage 64 tokens each, at most 192 KB."""
-    element, stage_bytes = CUDA_TYPES[dtype], 64 * 128 * dtype.itemsize
-    warps = min(24 // dtype.itemsize, smem_per_block // stage_bytes)
+def quantizer_source(dtype: torch.dtype, vector: bool) -> KernelSource:
+    """vector: every row is contiguous and starts on 16 bytes."""
+    element = CUDA_TYPES[dtype]
     entry = f"sage_quantize_{element}" + ("" if vector else "_strided")
     return KernelSource(entry, f"""#include "portable/sage_quantize.cuh"
-extern "C" __global__ void __launch_bounds__({32 * warps}, 1) {entry}(const __grid_constant__ SageQuantizeParams p) {{
+extern "C" __global__ void __launch_bounds__({THREADS}, {_blocks_per_sm(dtype, vector)}) {entry}(const __grid_constant__ SageQuantizeParams p) {{
+    static_assert(SageQuantizeConfig::kThreads == {THREADS} && SageQuantizeConfig::kSumLanes == {SUM_LANES});
     sage_quantize<{element}, {str(vector).lower()}>(p);
 }}
-""", threads=32 * warps, smem_bytes=warps * stage_bytes)
+""", threads=THREADS)
+
+
+def _blocks_per_sm(dtype: torch.dtype, vector: bool) -> int:
+    """Five keep enough loads in flight; with more, heads are read so far ahead that they leave L2. fp32 and gathered rows need registers."""
+    return 3 if not vector else 4 if dtype == torch.float32 else 5
 
 
 def quantize_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, v_layout: str, smooth_k: bool, device: DeviceFacts,
@@ -44,7 +49,7 @@ def quantize_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, v_layout:
     q_int8, k_int8 = (new((batch, heads, n, dim), dtype=torch.int8) for n in (seq_len_q, seq_len_k))
     v_fp8 = new((batch, heads, dim, blocks * 64), dtype=torch.float8_e4m3fn)
     q_scale, k_scale, v_scale = (new((batch, heads, n), dtype=torch.float32) for n in (-(-seq_len_q // 128) * 4, blocks, dim))
-    zeroed = torch.zeros(2 * all_heads * dim + 4 * all_heads + 1, dtype=torch.int32, device=q.device)
+    zeroed = torch.zeros(2 * all_heads * dim + (3 + SUM_LANES) * all_heads + 1, dtype=torch.int32, device=q.device)
     k_mean = zeroed[:all_heads * dim].view(torch.float32).view(batch, heads, dim)
     block_sums, lane_sums = (new((all_heads, n, dim), dtype=torch.float32) for n in (blocks, SUM_LANES))
     v_amax = zeroed.data_ptr() + 4 * all_heads * dim
@@ -55,7 +60,7 @@ def quantize_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, v_layout:
     with on_device(device):
         vector = all(_vector(t) for t in (q, k, v))
         kernel = _kernel(device, q.dtype, vector, cubins)
-        kernel.launch((device.sm_count, 1, 1), (params,), current_raw_stream(device))
+        kernel.launch((device.sm_count * _blocks_per_sm(q.dtype, vector), 1, 1), (params,), current_raw_stream(device))
     return q_int8, k_int8, v_fp8, q_scale, k_scale, v_scale, k_mean
 
 
@@ -69,6 +74,6 @@ def _kernel(device: DeviceFacts, dtype: torch.dtype, vector: bool, cubins: Cubin
     if key not in _loaded:
         if is_capturing():
             raise CaptureError(problem("quantize_sage_qkv", "a first call under CUDA graph capture", "a loaded kernel", "call it once before the capture"))
-        source = quantizer_source(dtype, vector, device.smem_per_block)
+        source = quantizer_source(dtype, vector)
         _loaded[key] = LoadedKernel(cubins.get(source, device.arch), source.entry, device.torch_device.index)
     return _loaded[key]

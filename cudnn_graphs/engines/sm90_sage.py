@@ -14,8 +14,8 @@ from ..runtime.launch import LoadedKernel
 from ..runtime.nvrtc import KernelSource
 from .sage_launch import pack_params
 
-THREADS, CONSUMERS, STAGES = 384, 2, 6                  # SagePlan of kernels/sm90/sage_plan.cuh
-SMEM_BYTES = 2 * (2 + 2 * STAGES) * 8192 + 3072         # SageMemory
+THREADS, CONSUMERS, STAGES = 512, 3, 2                  # SagePlan of kernels/sm90/sage_plan.cuh
+SMEM_BYTES = CONSUMERS * ((1 + 4 * STAGES) * 8192 + 2 * STAGES * 512) + 4096    # SageMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +32,21 @@ class Sm90SageDesign:
         maps = (rows_map(arguments.q.data_ptr(), all_heads * arguments.q.shape[2], False),
                 rows_map(arguments.k.data_ptr(), all_heads * arguments.k.shape[2], self.natural),
                 channels_map(arguments.v.data_ptr(), all_heads, arguments.v.shape[3]))
-        grid = min(-(-all_heads * rows // CONSUMERS), self.sm_count)
+        grid = min(all_heads * rows, self.sm_count)
         kernels["attend"].launch((grid, 1, 1), (pack_params(arguments), b"".join(maps)), stream)
 
 
 def design_sm90_sage(descriptor: SparseBlockDescriptor, device: DeviceFacts) -> Sm90SageDesign:
-    natural = descriptor.v_layout == "natural"
-    entry = f"sm90_sage_{descriptor.v_layout}"
+    natural, lse = descriptor.v_layout == "natural", descriptor.return_lse
+    entry = f"sm90_sage_{descriptor.v_layout}" + "_lse" * lse
     text = f"""#include "sm90/sage_attention.cuh"
 extern "C" __global__ void __launch_bounds__({THREADS}, 1) {entry}(const __grid_constant__ SageParams p, const __grid_constant__ SageMaps maps) {{
     static_assert(SagePlan::kThreads == {THREADS} && SagePlan::kStages == {STAGES} && sizeof(SageMemory) == {SMEM_BYTES});
-    sage_attention<{str(not natural).lower()}>(p, maps);
+    sage_attention<{str(not natural).lower()}, {str(lse).lower()}>(p, maps);
 }}
 """
     return Sm90SageDesign({"attend": KernelSource(entry, text, THREADS, SMEM_BYTES)},
-                          {"tile": [64, 64], "rows_in_flight": CONSUMERS, "stages": STAGES}, natural, device.sm_count)
+                          {"tile": [64, 128], "rows_in_flight": CONSUMERS, "stages": STAGES}, natural, device.sm_count)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -25,8 +25,8 @@ struct SageQuantizeParams {
     i32 seq_len_q, seq_len_k, num_blocks;
     i32 smooth_k, interleaved;
 
-    DEVICE u32* sums_done(int head) const { return progress + 1 + head; }
-    DEVICE u32* mean_ready(int head) const { return progress + 1 + batch_heads + head; }
-    DEVICE u32* scans_done(int head) const { return progress + 1 + 2 * batch_heads + head; }
-    DEVICE u32* lanes_done(int head) const { return progress + 1 + 3 * batch_heads + head; }
+    DEVICE u32* mean_ready(int head) const { return progress + 1 + head; }
+    DEVICE u32* scans_done(int head) const { return progress + 1 + batch_heads + head; }
+    DEVICE u32* lanes_done(int head) const { return progress + 1 + 2 * batch_heads + head; }
+    DEVICE u32* blocks_done(int head, int n) const { return progress + 1 + 3 * batch_heads + 32 * head + n; }   // of running sum n
 };

@@ -2,7 +2,7 @@
 // and the normalized output.
 #pragma once
 #include "common/sage_params.cuh"
-#include "common/sage_softmax.cuh"
+#include "common/softmax.cuh"
 
 // The 16 rows of one warp; this thread holds rows `first` and `first` + 8 of the head's tokens.
 struct SageRows {
@@ -22,7 +22,8 @@ struct SageRows {
 
     // o: 16 x 128 accumulators, `o_scale` times too small, relative to the softmax's top. v_scale: of this head. A row that
     // saw no key is 0, lse -inf.
-    DEVICE void store(const float (&o)[kSageDim / 8][4], const SageSoftmax& softmax, float o_scale, const float* v_scale) const {
+    template <typename Softmax>
+    DEVICE void store(const float (&o)[kSageDim / 8][4], const Softmax& softmax, float o_scale, const float* v_scale) const {
         const int column = threadIdx.x % 4 * 2;
         v_scale += column;
 #pragma unroll
@@ -38,7 +39,7 @@ struct SageRows {
                 out[4 * t] = empty ? 0 : pack2<bf16>(x, y);
             }
             if (p.lse != nullptr && threadIdx.x % 4 == 0)
-                p.lse[token(half)] = empty ? NEG_INF : (softmax.top[half] + (log2_approx(sum) - kLog2MaxP)) * kLn2;
+                p.lse[token(half)] = empty ? NEG_INF : (softmax.top[half] + (log2_approx(sum) - Softmax::kLog2Reference)) * kLn2;
         }
     }
 };

@@ -4,6 +4,7 @@
 #include "common/sage_rows.cuh"
 #include "common/sage_tile.cuh"
 #include "portable/sage_mma.cuh"
+#include "portable/sage_softmax.cuh"
 
 struct SageConfig {
     static constexpr int kThreads = 128;

@@ -19,31 +19,29 @@ struct SageProducer {
     const SageMaps& maps;
     SageLane& lane;
     SageSignals& signals;
-    RingCursor<2> queries{};
-    RingCursor<SagePlan::kStages> at{};
-    int blocks = 0;             // loaded so far
-    int rows = 0;
+    u32 rows = 0, steps = 0;    // loaded so far
 
     DEVICE static bool elected() { return threadIdx.x % 32 == 0; }
 
-    // A ring's slot is free at first; later, when its consumer's warps have said so. Phases lag by one trip.
+    // Two blocks a step. What a barrier guards is free at first; later, when its consumer's warps have said so.
     DEVICE void load_row(const SageItem& item) {
-        if (rows++ >= 2) barrier_wait(signals.queries_empty[queries.slot()], queries.phase() ^ 1);
-        store_scales(item, signals.scales[queries.slot()]);
+        if (rows > 0) barrier_wait(signals.queries_empty, rows - 1 & 1);
+        store_scales(item, signals.scales[rows % 2]);
         __syncwarp();
         if (elected()) {
-            barrier_arrive_expect(signals.queries_full[queries.slot()], SagePlan::kTileBytes);
-            load_box(smem_address(lane.queries[queries.slot()]), maps.queries, signals.queries_full[queries.slot()], 0, item.head * p.seq_len_q + item.row * kSageBlock);
+            barrier_arrive_expect(signals.queries_full, SagePlan::kTileBytes);
+            load_box(smem_address(lane.queries), maps.queries, signals.queries_full, 0, item.head * p.seq_len_q + item.row * kSageBlock);
         }
-        queries.advance();
+        ++rows;
         SageBlockReader reader(p, item);
-        SageBlock block = reader.next();
+        SageBlock first = reader.next();
         bool last;
         do {
-            const SageBlock next = reader.next();
+            SageBlock second = reader.next(), next;
+            if (second.valid > 0) next = reader.next();
             last = next.valid == 0;
-            load_block(item, block, last);
-            block = next;
+            load_step(item, first, second, last);
+            first = next;
         } while (!last);
     }
 
@@ -54,28 +52,63 @@ struct SageProducer {
         if (lane < 2) scales.q[lane] = p.q_scale[i64(item.head) * per_head + 2 * item.row + lane] * p.scale_log2;
     }
 
-    DEVICE void load_block(const SageItem& item, const SageBlock& block, bool last) {
-        const bool reused = blocks >= SagePlan::kStages;
-        const int slot = at.slot(), row = item.head * p.seq_len_k + block.id * kSageBlock;
-        const bool past_end = !kInterleaved && row > p.batch_heads * p.seq_len_k - kSageBlock;
-        const bool copied = block.valid > 0 && !past_end;
-        if (reused) barrier_wait(signals.keys_empty[slot], at.phase() ^ 1);
-        if (elected()) {
-            signals.notes[blocks % SagePlan::kNotes] = {block.id, block.valid, block.scale, (last ? kLastOfRow : 0) | (past_end ? kPastEnd : 0)};
-            barrier_arrive_expect(signals.keys_full[slot], copied ? SagePlan::kTileBytes : 0);
-            if (copied) {
-                const u32 to = smem_address(lane.keys[slot]);
-                if (kInterleaved) load_box(to, maps.keys, signals.keys_full[slot], 0, row);
-                else load_permuted_box(to, maps.keys, signals.keys_full[slot], row);
-            }
+    // The last rows of K, where the permuted box would read past them: stored as the copy engine would have.
+    DEVICE void store_last_keys(u8* tile, const SageItem& item, int block) const {
+        const int unit = threadIdx.x % 8;
+#pragma unroll 1
+        for (int row = threadIdx.x % 32 / 8; row < kSageBlock; row += 4) {
+            const int token = block * kSageBlock + SageTile<kInterleaved>::token(row);
+            const u8* source = p.k + (i64(item.head) * p.seq_len_k + token) * kSageDim + unit * 16;
+            const uint4 bytes = token < p.seq_len_k ? *reinterpret_cast<const uint4*>(source) : uint4{};
+            *reinterpret_cast<uint4*>(tile + row * 128 + (unit ^ (row & 7)) * 16) = bytes;
         }
-        if (reused) barrier_wait(signals.values_empty[slot], at.phase() ^ 1);
+        fence_async_proxy();
+        __syncwarp();
+    }
+
+    // True: the permuted box would read past the last row of K.
+    DEVICE bool past_end(int row, const SageBlock& block) const { return !kInterleaved && block.valid > 0 && row > p.batch_heads * p.seq_len_k - kSageBlock; }
+
+    DEVICE void load_step(const SageItem& item, const SageBlock& first, const SageBlock& second, bool last) {
+        const bool reused = steps >= SagePlan::kStages;
+        const u32 slot = steps % SagePlan::kStages, phase = steps / SagePlan::kStages - 1 & 1;
+        if (reused) barrier_wait(signals.keys_empty[slot], phase);
+        const i32 bytes = store_if_past_end(item, first, lane.keys[slot][0]) + store_if_past_end(item, second, lane.keys[slot][1]);
         if (elected()) {
-            barrier_arrive_expect(signals.values_full[slot], block.valid > 0 ? SagePlan::kTileBytes : 0);
-            if (block.valid > 0) load_box(smem_address(lane.values[slot]), maps.values, signals.values_full[slot], block.id * kSageBlock, item.head * kSageDim);
+            signals.notes[steps % SagePlan::kNotes] = {{first.scale, second.scale}, {short(first.valid), short(second.valid)}, last};
+            barrier_arrive_expect(signals.keys_full[slot], bytes);
+            load_keys(item, first, lane.keys[slot][0], signals.keys_full[slot]);
+            load_keys(item, second, lane.keys[slot][1], signals.keys_full[slot]);
+        }
+        if (reused) barrier_wait(signals.values_empty[slot], phase);
+        if (elected()) {
+            barrier_arrive_expect(signals.values_full[slot], ((first.valid > 0) + (second.valid > 0)) * SagePlan::kTileBytes);
+            load_values(item, first, lane.values[slot][0], signals.values_full[slot]);
+            load_values(item, second, lane.values[slot][1], signals.values_full[slot]);
         }
         __syncwarp();
-        at.advance();
-        ++blocks;
+        ++steps;
+    }
+
+    DEVICE int key_row(const SageItem& item, const SageBlock& block) const { return item.head * p.seq_len_k + block.id * kSageBlock; }
+
+    // How many bytes are still to be copied.
+    DEVICE i32 store_if_past_end(const SageItem& item, const SageBlock& block, u8* tile) const {
+        if (past_end(key_row(item, block), block)) {
+            store_last_keys(tile, item, block.id);
+            return 0;
+        }
+        return block.valid > 0 ? SagePlan::kTileBytes : 0;
+    }
+
+    DEVICE void load_keys(const SageItem& item, const SageBlock& block, u8* tile, u64& barrier) const {
+        const int row = key_row(item, block);
+        if (block.valid == 0 || past_end(row, block)) return;
+        if (kInterleaved) load_box(smem_address(tile), maps.keys, barrier, 0, row);
+        else load_permuted_box(smem_address(tile), maps.keys, barrier, row);
+    }
+
+    DEVICE void load_values(const SageItem& item, const SageBlock& block, u8* tile, u64& barrier) const {
+        if (block.valid > 0) load_box(smem_address(tile), maps.values, barrier, block.id * kSageBlock, item.head * kSageDim);
     }
 };

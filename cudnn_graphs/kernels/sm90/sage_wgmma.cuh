@@ -5,38 +5,32 @@
 // Rows of 64 bytes under the 64-byte swizzle, in groups of 8 rows of 512 bytes. The next 32 k: + 32 bytes.
 DEVICE u64 narrow_operand(u32 address) { return 2ull << 62 | u64(512 / 16) << 32 | 1u << 16 | address >> 4; }
 
-#define REG(type, j) type(d[j][0]), type(d[j][1]), type(d[j][2]), type(d[j][3])
-#define REGS_64(type) REG(type, 0), REG(type, 1), REG(type, 2), REG(type, 3), REG(type, 4), REG(type, 5), REG(type, 6), REG(type, 7)
-#define REGS_128(type) \
-    REGS_64(type), REG(type, 8), REG(type, 9), REG(type, 10), REG(type, 11), REG(type, 12), REG(type, 13), REG(type, 14), REG(type, 15)
-#define NAMES_64 \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
-    "%26, %27, %28, %29, %30, %31}"
-#define NAMES_128 \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
-    "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-    "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
-
-// d (+)= a.b, 64 x 64 x 32, int8 from shared memory, int32 out.
-DEVICE void wgmma_s8(i32 (&d)[8][4], u64 a, u64 b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 " NAMES_64 ", %32, %33, p;}"
-                 : REGS_64("+r") : "l"(a), "l"(b), "r"(accumulate));
+// d = a.b or d += a.b, 64 x 128 x 32, int8 from shared memory, int32 out.
+template <bool kOverwrite>
+DEVICE void wgmma_s8(i32 (&d)[16][4], u64 a, u64 b) {
+#define WGMMA_S8(D, SCALE) \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " #SCALE ", 0; wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 " WGMMA_NAMES_128 ", %64, %65, p;}" \
+                 : WGMMA_REGS_128(D) : "l"(a), "l"(b))
+    if constexpr (kOverwrite) WGMMA_S8("=r", 0);
+    else WGMMA_S8("+r", 1);
+#undef WGMMA_S8
 }
 
-// d (+)= a.b, 64 x 128 x 32, e4m3, A from registers, B from shared memory, fp32 out.
-DEVICE void wgmma_e4m3(float (&d)[16][4], const u32 (&a)[4], u64 b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " NAMES_128
-                 ", {%64, %65, %66, %67}, %68, p, 1, 1;}"
-                 : REGS_128("+f") : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+// d = a.b or d += a.b, 64 x N x 32, e4m3, A from registers, B from shared memory, fp32 out.
+template <int N, bool kOverwrite>
+DEVICE void wgmma_e4m3(float (&d)[N / 8][4], const u32 (&a)[4], u64 b) {
+#define WGMMA_E4M3(N, A0, A1, A2, A3, B, D, SCALE)                                                                             \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " #SCALE ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 " WGMMA_NAMES_##N \
+                 ", {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1;}"                                             \
+                 : WGMMA_REGS_##N(D) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+    if constexpr (N == 128 && kOverwrite) WGMMA_E4M3(128, 64, 65, 66, 67, 68, "=f", 0);
+    if constexpr (N == 128 && !kOverwrite) WGMMA_E4M3(128, 64, 65, 66, 67, 68, "+f", 1);
+    if constexpr (N == 136 && kOverwrite) WGMMA_E4M3(136, 68, 69, 70, 71, 72, "=f", 0);
+    if constexpr (N == 136 && !kOverwrite) WGMMA_E4M3(136, 68, 69, 70, 71, 72, "+f", 1);
+#undef WGMMA_E4M3
 }
 
-DEVICE void keep_order(i32 (&d)[8][4]) {
+DEVICE void keep_order(i32 (&d)[16][4]) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) asm volatile("" : "+r"(d[j][0]), "+r"(d[j][1]), "+r"(d[j][2]), "+r"(d[j][3])::"memory");
+    for (int j = 0; j < 16; ++j) asm volatile("" : "+r"(d[j][0]), "+r"(d[j][1]), "+r"(d[j][2]), "+r"(d[j][3])::"memory");
 }
-
-#undef REG
-#undef REGS_64
-#undef REGS_128
-#undef NAMES_64
-#undef NAMES_128

@@ -5,6 +5,7 @@
 #pragma once
 #include "common/numeric.cuh"
 #include "common/types.cuh"
+#include "sm90/wgmma_registers.cuh"
 
 // ---- Operands in shared memory lie in rows of 128 bytes under the 128-byte swizzle, in groups of 8 rows:
 // 1024 bytes from group to group. Bits: address / 16 at 0, leading offset / 16 at 16, stride / 16 at 32, swizzle at 62.
@@ -36,22 +37,11 @@ DEVICE void keep_order(float (&d)[N][4]) {
     for (int j = 0; j < N; ++j) asm volatile("" : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])::"memory");
 }
 
-#define ACC(C, j) C(d[j][0]), C(d[j][1]), C(d[j][2]), C(d[j][3])
-#define ACC_64(C) ACC(C, 0), ACC(C, 1), ACC(C, 2), ACC(C, 3), ACC(C, 4), ACC(C, 5), ACC(C, 6), ACC(C, 7)
-#define ACC_128(C) ACC_64(C), ACC(C, 8), ACC(C, 9), ACC(C, 10), ACC(C, 11), ACC(C, 12), ACC(C, 13), ACC(C, 14), ACC(C, 15)
-#define NAMES_64 \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
-    "%26, %27, %28, %29, %30, %31}"
-#define NAMES_128 \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
-    "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-    "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
-
 // D: "+f" to add to d with SCALE 1; "=f" to overwrite it with SCALE 0, so that nothing before defines it: ptxas
 // serializes products whose accumulators other instructions define while one is under way. OPERANDS: a and b.
 #define WGMMA(N, TYPE, D, SCALE, OPERANDS, TRANSPOSED, ...)                                                                  \
     asm volatile("{.reg .pred p; setp.ne.b32 p, " #SCALE ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE \
-                 " " NAMES_##N ", " OPERANDS ", p, 1, 1, " TRANSPOSED ";}" : ACC_##N(D) : __VA_ARGS__)
+                 " " WGMMA_NAMES_##N ", " OPERANDS ", p, 1, 1, " TRANSPOSED ";}" : WGMMA_REGS_##N(D) : __VA_ARGS__)
 #define WGMMA_SS(N, TYPE, A, B)                                                                                              \
     if constexpr (kOverwrite) WGMMA(N, TYPE, "=f", 0, "%" #A ", %" #B, "0, 0", "l"(a), "l"(b));                              \
     else WGMMA(N, TYPE, "+f", 1, "%" #A ", %" #B, "0, 0", "l"(a), "l"(b))
@@ -83,11 +73,6 @@ DEVICE void wgmma_rs(float (&d)[N / 8][4], const u32 (&a)[4], u64 b) {
     if constexpr (N == 128 && !kIsBf16<T>) { WGMMA_RS(128, "f16", 64, 65, 66, 67, 68, 69); }
 }
 
-#undef ACC
-#undef ACC_64
-#undef ACC_128
-#undef NAMES_64
-#undef NAMES_128
 #undef WGMMA
 #undef WGMMA_SS
 #undef WGMMA_RS

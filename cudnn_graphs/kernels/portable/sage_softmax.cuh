@@ -9,9 +9,10 @@
 
 constexpr u32 kScoreBits = 0x4b400000;
 constexpr float kScoreZero = 12582912.0f;
-constexpr float kLog2MaxP = 8.807354922057604f;         // log2(448)
 
 struct SageSoftmax {
+    static constexpr float kLog2Reference = 8.807354922057604f;     // log2(448)
+
     float top[2] = {NEG_INF, NEG_INF};  // largest score so far, times log2(e)
     float sum[2] = {0.0f, 0.0f};        // of this thread's columns, times 448
 
@@ -36,7 +37,7 @@ struct SageSoftmax {
             sum[half] *= rescale[half];
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) {
-                const float offset = fmaf(-zero, scale[block], kLog2MaxP - now);
+                const float offset = fmaf(-zero, scale[block], kLog2Reference - now);
                 float total = 0.0f;
 #pragma unroll
                 for (int t = 8 * block; t < 8 * block + 8; ++t) {
@@ -45,7 +46,7 @@ struct SageSoftmax {
                     total += s[t][2 * half] + s[t][2 * half + 1];
                 }
                 // What rounding `offset` left out. P cannot tell, the lse can.
-                const float missed = fmaf(-zero, scale[block], -offset) + (kLog2MaxP - now);
+                const float missed = fmaf(-zero, scale[block], -offset) + (kLog2Reference - now);
                 sum[half] = fmaf(total, fmaf(missed, kLn2, 1.0f), sum[half]);
             }
         }
