@@ -45,6 +45,8 @@ def _dense_kv(w: PagedWorkload) -> tuple[torch.Tensor, torch.Tensor]:
 def cudnn_graph_alone(w: PagedWorkload) -> Run:
     """cuDNN's paged SDPA graph over packed rows, tables and packing done outside: an upper bound for the cudnn engine."""
     from cudnn_graphs.planning import PlanStore
+    if w.group == 1:
+        raise Unavailable("MHA: its block-sparse kernel is twice as fast")
     try:
         plan = PlanStore(None).get(w.signature(), "cuda", "cudnn")
     except NotImplementedError as error:
@@ -66,6 +68,8 @@ def cudnn_graph_alone(w: PagedWorkload) -> Run:
 def flashinfer_paged(w: PagedWorkload) -> Run:
     """FlashInfer's paged wrappers, one request per (b, kv head, row); decode by its decode wrapper on tensor cores."""
     flashinfer = imported("flashinfer")
+    if w.group == 1:
+        raise Unavailable("MHA: its cake kernel is twice as fast")
     pages, q = _folded_pages(w), _regrouped_q(w)
     rows, n = pages.shape
     indptr = torch.arange(0, rows * n + 1, n, dtype=torch.int32, device="cuda")
