@@ -13,7 +13,7 @@ import torch
 from ..engines.base import Executable
 from ..errors import problem
 from ..runtime.devices import DeviceFacts
-from ..runtime.streams import current_raw_stream, is_capturing, on_device
+from ..runtime.streams import current_raw_stream, on_device
 from .signature import Signature
 
 
@@ -39,8 +39,8 @@ class BuiltPlan:
     lock: threading.Lock
 
     def workspace(self, stream: int) -> Workspace:
-        """This stream's own buffer; under capture a fresh one, which then belongs to the graph's memory pool."""
-        if is_capturing(self.device):
+        """This stream's own buffer, on the plan's device, which is current; under capture a fresh one, which then belongs to the graph's memory pool."""
+        if torch.cuda.is_current_stream_capturing():
             return self._new_workspace()
         workspace = self.workspaces.get(stream)
         if workspace is None:

@@ -951,7 +951,7 @@ def test_threads_on_one_stream_do_not_interleave_their_launches(monkeypatch):
     """They share the stream's workspace: kernels of two runs in between each other would read each other's partial results."""
     monkeypatch.setattr(plan_module, "on_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(plan_module, "current_raw_stream", lambda device: 7)
-    monkeypatch.setattr(plan_module, "is_capturing", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(DeviceFacts, "torch_device", torch.device("cpu"))
     launched: list[tuple[int, int]] = []
 
