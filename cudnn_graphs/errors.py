@@ -8,7 +8,7 @@ class CudnnGraphsError(RuntimeError):
 
 
 class CaptureError(CudnnGraphsError):
-    """A build, a load or a live check was asked for while a CUDA graph is being captured."""
+    """A build, a load or a live check while a CUDA graph is being captured, or a launch on another device than the capture's."""
 
 
 class PlanMissError(CudnnGraphsError):

@@ -121,7 +121,7 @@ class Soak:
         graph = torch.cuda.CUDAGraph()
         with self.building:
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
                 result = _tuple(run())
         graph.replay()
         self.replays += 1

@@ -178,6 +178,14 @@ def equal(got: Tensors, want: Tensors) -> bool:
 
 # -- graphs -------------------------------------------------------------------------------------------
 
+def graph_of(record: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """What `record` launches, on a stream of the current device: torch's own capture stream stays on the device of a process's first capture."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        record()
+    return graph
+
+
 class Captured:
     """A graph of one run. Its tensors stay where they are; the contents of any of `calls` fit into them."""
 
@@ -186,9 +194,7 @@ class Captured:
         self._fill(calls[0])
         self.outputs = operation.run(plan, self.buffers)            # loads whatever is loaded lazily
         torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            operation.run(plan, self.buffers, **self.outputs)
+        self.graph = graph_of(lambda: operation.run(plan, self.buffers, **self.outputs))
 
     def _fill(self, tensors: Tensors) -> None:
         for name, buffer in self.buffers.items():

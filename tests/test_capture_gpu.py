@@ -117,7 +117,7 @@ def test_capture_refuses_what_it_cannot_record(store, tmp_path):
     case = on_gpu(busy_case("portable"))
     empty, unread, wrapper = PlanStore(tmp_path / "plans"), PlanStore(store.root), BlockSparsePagedTSWrapper()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         got = {}
         for pair, plan in plans.items():
             signature, tensors = inputs_of(*pair, 0)

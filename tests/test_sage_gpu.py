@@ -131,7 +131,7 @@ def test_the_quantizer_can_be_captured():
     q, k, v = (torch.randn(1, 2, n, 128, device="cuda", dtype=torch.bfloat16) for n in (300, 500, 500))
     want = quantize_sage_qkv(q, k, v)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         got = quantize_sage_qkv(q, k, v)
     for _ in range(2):
         graph.replay()

@@ -33,11 +33,12 @@ from cudnn_graphs.planning import default_store
 from cudnn_graphs.planning import plan as plan_module
 from cudnn_graphs.planning import store as store_module
 from cudnn_graphs.planning.store import default_root
-from cudnn_graphs.runtime import environment
+from cudnn_graphs.runtime import environment, streams
 from cudnn_graphs.runtime import files as files_module
 from cudnn_graphs.runtime.cubins import CubinCache
 from cudnn_graphs.runtime.devices import DeviceFacts
 from cudnn_graphs.runtime.nvrtc import Cubin, KernelSource, Resources
+from cudnn_graphs.runtime.streams import on_device
 
 CODE = bytes(random.Random(0).randbytes(3000))
 
@@ -711,7 +712,7 @@ def test_a_cubin_cache_is_bounded(compiler, tmp_path, monkeypatch):
 
 
 def test_a_kernel_of_no_plan_is_loaded_once_and_goes_with_its_cache(compiler, monkeypatch):
-    from cudnn_graphs.runtime import launch, streams
+    from cudnn_graphs.runtime import launch
     capturing = []
     monkeypatch.setattr(streams, "is_capturing", lambda device: bool(capturing))
     monkeypatch.setattr(launch, "LoadedKernel", lambda cubin, entry, index: (cubin.image, entry, index))
@@ -971,3 +972,20 @@ def test_threads_on_one_stream_do_not_interleave_their_launches(monkeypatch):
         thread.join(timeout=30)
     assert len({workspace for _, workspace in launched}) == 1
     assert all(len(set(launched[i:i + 3])) == 1 for i in range(0, 18, 3))
+
+
+def test_launches_beside_a_capture_on_another_device_are_refused(monkeypatch):
+    """They would run at once, and the graph be without them."""
+    capturing = iter((True, False, True, True, False))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(capturing))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(streams, "bind_context", lambda index: None)
+    device = DeviceFacts("cuda", 0, "H200", (9, 0), 132, 232448, 1 << 26)
+    said = r"got a CUDA graph being captured on cuda:1; need a capture on cuda:0.*torch.cuda.Stream\(0\)"
+    with pytest.raises(CaptureError, match=said), on_device(device):
+        raise AssertionError("launched")
+    for _ in range(2):                  # captured on both, as a fork of one capture is; not captured at all
+        with on_device(device):
+            pass

@@ -21,6 +21,7 @@ from test_sharded import SCENARIOS, assert_none_wrong, interleave, spawn
 import cudnn_graphs.planning.store as store_module
 from cudnn_graphs import PlanStore, merge_attention_states
 from cudnn_graphs.engines.base import Compiled
+from cudnn_graphs.errors import CaptureError
 from cudnn_graphs.ops import peer_parts
 from cudnn_graphs.ops.sharded import ShardedPagedAttention
 from cudnn_graphs.runtime.cubins import CubinCache
@@ -228,6 +229,22 @@ def test_a_graph_captured_on_the_second_device(engine, tmp_path):
         captured.graph.replay()
         torch.cuda.synchronize(1)
         assert equal(captured.outputs, want[i])
+
+
+@gpus
+def test_a_capture_on_another_device_is_refused(tmp_path):
+    """Its launches would run at once and not be in the graph: torch's own capture stream is of the device of the process's first capture."""
+    case = on(busy_case("portable"), "cuda:1")
+    plan = new_store(tmp_path / "plans").build([case.signature()], "cuda:1", engine="portable")[0]
+    tensors = paged_tensors(case)
+    want = PAGED.run(plan, tensors)
+    graph, here = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda:0")
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(0)):
+        here += 1
+        with pytest.raises(CaptureError, match="captured on cuda:0; need a capture on cuda:1"):
+            PAGED.run(plan, tensors, **want)
+    graph.replay()
+    assert float(here) == 1 and torch.cuda.current_device() == 0
 
 
 # -- NCCL ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ..errors import CaptureError, problem
 from .devices import DeviceFacts
 
 _thread = threading.local()
@@ -57,7 +58,12 @@ def bind_context(index: int) -> None:
 
 @contextlib.contextmanager
 def _switched(index: int) -> Iterator[None]:
+    recording = torch.cuda.current_device() if torch.cuda.is_current_stream_capturing() else None
     with torch.cuda.device(index):
+        if recording is not None and not torch.cuda.is_current_stream_capturing():
+            raise CaptureError(problem(
+                "stream", f"a CUDA graph being captured on cuda:{recording}", f"a capture on cuda:{index}, where these launches go",
+                f"torch's own capture stream is of the device of a process's first capture: torch.cuda.graph(graph, stream=torch.cuda.Stream({index}))"))
         bind_context(index)
         yield
 
@@ -67,6 +73,8 @@ _same = contextlib.nullcontext()
 
 def on_device(device: DeviceFacts) -> contextlib.AbstractContextManager[None]:
     """Make `device` current inside the block and restore the caller's. Costs one call when it already is.
+
+    Raises CaptureError where a graph is being captured on another device: what is launched here would not be in it.
 
     A thread's first use makes the primary context current for the driver calls that launch kernels.
     """
