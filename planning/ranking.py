@@ -13,29 +13,34 @@ from .support import ENGINES, Verdict, verdict
 UNMEASURED = ("sm90", "portable", "cudnn")
 
 HOPPER = (9, 0)
-READ_BOUND, REUSE = "read-bound", "reuse"
+READ_BOUND, FEW_ROWS, REUSE = "read-bound", "read-bound, few rows", "reuse"
 
 MEASURED: dict[tuple[str, tuple[int, int], str], tuple[str, ...]] = {
-    # H200: reading K and V once, the small-tile kernel of `portable` keeps more loads in flight (P5 to P7); wherever rows share
-    # K and V, the tensor cores decide (P1 to P4).
+    # H200 (tests/gpu_report.json): reading K and V once, the small-tile kernel of `portable` keeps more loads in flight (P6 4.19 against
+    # 3.94 TB/s, P5 3.94 against 3.86), until there are too few rows for the SMs, which a cluster of `sm90` shares without a second
+    # launch (P7 3.31 against 3.21). Wherever rows share K and V, the tensor cores decide (P1 to P4, Q1 to Q4, S1 to S3).
     ("csr/paged", HOPPER, READ_BOUND): ("portable", "sm90", "cudnn"),
+    ("csr/paged", HOPPER, FEW_ROWS): ("sm90", "portable", "cudnn"),
     ("csr/paged", HOPPER, REUSE): ("sm90", "cudnn", "portable"),
+    **{(kind, HOPPER, REUSE): ("sm90", "portable") for kind in ("padded/strided", "bitmap/packed", "token_ids/packed")},
     # Not measured here: cuDNN Frontend has kernels of its own for exactly these parts.
     **{(kind, capability, REUSE): ("cudnn", "portable") for kind in ("bitmap/packed", "token_ids/packed") for capability in ((10, 0), (10, 3), (10, 7))},
 }
 
 
-def workload_class(descriptor: SparseBlockDescriptor) -> str:
-    """Read-bound: one short row for each (request, KV head), so that every listed byte is read once for few query rows."""
+def workload_class(descriptor: SparseBlockDescriptor, device: DeviceFacts) -> str:
+    """Read-bound: one short row for each (request, KV head), so that every listed byte is read once for few query rows. Few rows: no two for an SM."""
     short = descriptor.row == "q_block" and descriptor.memory == "paged" and descriptor.rows_per_head == 1 and descriptor.packed_rows <= 64
-    return READ_BOUND if short else REUSE
+    if not short:
+        return REUSE
+    return FEW_ROWS if 2 * descriptor.batch_size * descriptor.num_kv_heads <= device.sm_count else READ_BOUND
 
 
 def order(descriptor: SparseBlockDescriptor, device: DeviceFacts) -> tuple[str, ...]:
     """Engines to try, best first. `reference` only ever on the CPU."""
     if device.kind == "cpu":
         return ("reference",)
-    return MEASURED.get((descriptor.kind, device.capability, workload_class(descriptor)), UNMEASURED)
+    return MEASURED.get((descriptor.kind, device.capability, workload_class(descriptor, device)), UNMEASURED)
 
 
 def choose(descriptor: SparseBlockDescriptor, device: DeviceFacts, engine: str | None = None) -> tuple[str, dict[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from devices import DEVICES
+from devices import DEVICES, H200
 
 from cudnn_graphs import PagedBlockSparseSignature, PlanStore
 from cudnn_graphs.descriptor import SparseBlockDescriptor
@@ -164,3 +164,11 @@ def test_a_refusal_at_build_is_remembered_with_its_reason(monkeypatch):
             store.get(PAGED, "cpu")
     stats = store.stats()
     assert (len(asked), stats.misses, stats.builds, stats.negative_hits) == (1, 1, 0, 2)
+
+
+@pytest.mark.parametrize("batch, tokens, picked", [(32, 1, "portable"), (8, 1, "sm90"), (32, 16, "portable"), (4, 2048, "sm90")])
+def test_the_h200_takes_what_was_fastest_there(batch, tokens, picked):
+    """P6, P7, P5 and P1 of the benchmark."""
+    heads = 64 if tokens == 1 else 32
+    signature = PagedBlockSparseSignature(batch, tokens, 32768, heads, 8, 128, min(tokens, 64), 64, 64, max_blocks_per_row=64)
+    assert choose(signature.lower(), H200)[0] == picked
