@@ -1,7 +1,7 @@
 """cuDNN graphs to plan blobs and back, and the handles they run on.
 
-One handle per (thread, device), kept for the process's life: a handle destroyed during capture poisons later
-launches, and handles must not be shared between threads.
+One handle per (thread, device), never destroyed: a handle destroyed during capture poisons later launches. Threads must
+not share one at a time, so a thread's handles go to later threads when it ends.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import logging
 import re
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ from .devices import DeviceFacts
 
 log = logging.getLogger("cudnn_graphs")
 
-_handles = threading.local()
 _KERNEL_NAME = re.compile(rb"cudnn_generated_[A-Za-z0-9_]*?sm(\d+)_[A-Za-z0-9_]+")
 
 
@@ -36,13 +36,38 @@ class CudnnPlan:
     workspace_bytes: int
 
 
+_left: defaultdict[int | None, deque[Any]] = defaultdict(deque)    # by device index: handles of threads that have ended
+
+
+class _Handles:
+    """One thread's, by device index."""
+
+    def __init__(self) -> None:
+        self.by_device: dict[int | None, Any] = {}
+
+    def __del__(self) -> None:
+        for index, handle in self.by_device.items():
+            _left[index].append(handle)
+
+
+_thread = threading.local()
+
+
 def handle_for(device: DeviceFacts, stream: int) -> Any:
     """This thread's handle on `device`, which must be current, set to `stream`."""
     import cudnn
-    known = _handles.__dict__.setdefault("by_device", {})
+    try:
+        known = _thread.handles.by_device
+    except AttributeError:
+        _thread.handles = _Handles()
+        known = _thread.handles.by_device
     handle = known.get(device.index)
     if handle is None:
-        handle = known[device.index] = cudnn.create_handle()
+        try:
+            handle = _left[device.index].popleft()
+        except IndexError:
+            handle = cudnn.create_handle()
+        known[device.index] = handle
     cudnn.set_stream(handle=handle, stream=stream)
     return handle
 
