@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from bench_workload import Run, Unavailable, Workload, imported, milliseconds, sampled_error
+from bench_timing import Contender, in_turns
+from bench_workload import Run, Unavailable, Workload, imported, sampled_error
 
 from cudnn_graphs import PlanStore
 from cudnn_graphs.ops import quantize_sage_qkv, sage_block_sparse_attention
@@ -78,10 +79,9 @@ class SageWorkload(Workload):
         return score.softmax(-1) @ v[tokens].double()
 
     def extras(self) -> dict[str, Any]:
-        """The quantizer, timed apart and without a CUDA graph: the median of five times five calls, milliseconds a call."""
+        """The quantizer, timed apart, as the contenders are."""
         q, k, v = (self.t[n] for n in "qkv")
-        milliseconds(lambda: quantize_sage_qkv(q, k, v), 2)
-        return {"quantize_ms": sorted(milliseconds(lambda: quantize_sage_qkv(q, k, v), 5) for _ in range(5))[2]}
+        return in_turns({"quantize_ms": Contender.of(lambda: quantize_sage_qkv(q, k, v)).replay})
 
 
 def cudnn_fp8(w: SageWorkload) -> Run:
