@@ -1,4 +1,4 @@
-"""The benchmark's result for the eye: a table on the console, a table and a picture for the README.
+"""The benchmark's result for the eye: a table on the console, tables and a picture for the README.
 
     python scripts/bench_report.py [--report tests/gpu_report.json] [--plot docs/benchmark.png]
 """
@@ -50,7 +50,7 @@ def markdown(result: dict[str, Any]) -> str:
         unit, name, digits = UNITS[bench["bound"]]
         rows = bench["contenders"]
         ours = {e: rows[e] for e in ENGINES if "ms" in rows.get(e, {})}
-        fastest = min(ours.values(), key=lambda row: row["ms"])
+        fastest = min(ours.values(), key=lambda row: row["ms"], default={})
         peers = {n: r for n, r in rows.items() if r.get("peer") and "ms" in r and not r["other_question"]}
         best = min(peers, key=lambda n: peers[n]["ms"], default=None)
         figures = [f"{ours[e][unit]:{digits}}" if e in ours else "-" for e in ENGINES]
@@ -72,6 +72,34 @@ def _beside(result: dict[str, Any]) -> list[str]:
             if row.get("other_question") and "ms" in row and fastest:
                 lines.append(f"- {bench['workload']}: {name} {row['ms']:.3f} ms, ours {fastest:.3f} ms ({row['ms'] / fastest:.2f} times as fast).")
     return lines
+
+
+def host_markdown(rows: list[dict[str, Any]]) -> str:
+    """What bench_host.py measured: microseconds, a row for each operation and engine."""
+    lines = ["| operation | engine | `run()` | of that, launches | added | added with `validate=False` |", "| --- | --- | --- | --- | --- | --- |"]
+    lines += [f"| {row['operation']} | `{row['engine']}` | {row['run_us']:.1f} | {row['launches_us']:.1f} | {row['adds_us']:.1f} | "
+              f"{row['unvalidated_us'] - row['launches_us']:.1f} |" for row in rows]
+    return "\n".join(lines)
+
+
+def sharded_markdown(result: dict[str, Any]) -> str:
+    """What bench_sharded.py measured on two GPUs: a decode step of each workload, whole and as two micro-batches, and a cache that one GPU cannot hold."""
+    lines = ["| decode step | one GPU | two, peer memory | | two, all-gather | | exchange and merge, of the step |",
+             "| --- | --- | --- | --- | --- | --- | --- |"]
+    for w in result["workloads"]:
+        ways = w["peer_memory"], w["all_gather"]
+        shares = "; all-gather ".join(f"{way['stages_us']['exchange_and_merge']:.1f} us, {way['communication_share']:.0%}" for way in ways)
+        for title, one, two, last in ((w["workload"], "one_gpu_us", "step_us", shares),
+                                      ("the same as two micro-batches", "one_gpu_micro_batches_us", "micro_batches_us", "")):
+            times = " | ".join(f"{way[two]:.1f} us | {w[one] / way[two]:.2f}x" for way in ways)
+            lines.append(f"| {title} | {w[one]:.1f} us | {times} | {last} |")
+    first, large = result["workloads"][0], result["large"]
+    peer = first["peer_memory"]
+    lines += ["", f"Of {first['workload']}'s {peer['step_us']:.1f} us, {peer['stages_us']['attention']:.1f} are the attention over half of the blocks, and "
+                  f"{peer['stages_us']['held_blocks']:.1f} take the other half off the lists.",
+              f"A cache of {large['cache_gib']} GiB, {large['cache_of_gpus']:.2f} times what one of them holds (requests of "
+              f"{large['tokens_per_request'] / 1e6:.1f} million tokens), decodes in {large['step_us']:.1f} us a step."]
+    return "\n".join(lines)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Bring the README's support matrix and benchmark table into step with planning.support and tests/gpu_report.json.
+"""Bring the README's support matrix and measured tables into step with planning.support and tests/gpu_report.json.
 
     python scripts/update_readme.py [--check]
 """
@@ -15,8 +15,7 @@ import cudnn_graphs.ops  # noqa: F401 - the package as installed, with every sig
 from cudnn_graphs.planning.support import ENGINES, REQUIREMENTS
 
 README = Path(__file__).resolve().parents[1] / "README.md"
-MATRIX = ("<!-- support matrix: written by scripts/update_readme.py -->", "<!-- end of the support matrix -->")
-BENCHMARK = ("<!-- benchmark: written by scripts/update_readme.py -->", "<!-- end of the benchmark -->")
+UNPROVEN = "Of these sources it is still to be run (`tests/gpu_pending.txt`)."
 
 
 def support_matrix() -> str:
@@ -30,17 +29,20 @@ def support_matrix() -> str:
     return "\n".join(lines)
 
 
-def benchmark() -> str:
-    """The figures of the report's benchmark, as a Markdown table."""
-    result = json.loads(bench_report.REPORT.read_text()).get("bench")
-    if result is None:
-        return "The benchmark of these sources is still to be run (`tests/gpu_pending.txt`)."
-    return f"Made {result['made']} on one {result['device']}.\n\n{bench_report.markdown(result)}"
+def tables() -> dict[str, str]:
+    """What the README holds between `<!-- NAME: written by ... -->` and `<!-- end of the NAME -->`."""
+    report = json.loads(bench_report.REPORT.read_text())
+    bench, sharded = report.get("bench"), report.get("sharded")
+    return {"support matrix": support_matrix(),
+            "host cost": UNPROVEN if bench is None or "host" not in bench else bench_report.host_markdown(bench["host"]),
+            "split cache": UNPROVEN if sharded is None or sharded["exit_code"] else bench_report.sharded_markdown(sharded),
+            "benchmark": UNPROVEN if bench is None else f"Made {bench['made']} on one {bench['device']}.\n\n{bench_report.markdown(bench)}"}
 
 
 def updated(text: str) -> str:
     """The README's text with the tables of now."""
-    for (begin, end), table in ((MATRIX, support_matrix()), (BENCHMARK, benchmark())):
+    for name, table in tables().items():
+        begin, end = f"<!-- {name}: written by scripts/update_readme.py -->", f"<!-- end of the {name} -->"
         head, rest = text.split(begin)
         _, tail = rest.split(end)
         text = f"{head}{begin}\n{table}\n{end}{tail}"
