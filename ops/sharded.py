@@ -1,10 +1,9 @@
 """Attention whose K and V are split over the ranks of a process group: each attends to what it holds, one collective merges the parts.
 
-torch.distributed is what the bytes move by: its symmetric memory between the GPUs of a host, NCCL beyond it and for large parts,
-gloo for CPUs. Every rank passes the same queries and the same selection and
-gets the same result, bit for bit. Nothing about a shard's place needs to be known: masks are those of the whole sequence,
-because block ids, lengths, valid bits and causal positions stay those of the whole sequence. Heads split over ranks need none
-of this: each rank runs the ordinary operation on its own heads.
+torch.distributed moves the bytes: by its symmetric memory between the GPUs of a host, by NCCL beyond it and for large parts,
+by gloo between CPUs. Every rank passes the same queries and the same selection and gets the same result, bit for bit. Nothing
+about a shard's place needs to be known: block ids, lengths, valid bits and causal positions, and so the masks, stay those of
+the whole sequence. Heads split over ranks need none of this: each rank runs the ordinary operation on its own heads.
 """
 
 from __future__ import annotations
@@ -62,13 +61,14 @@ class ShardedPagedAttention:
         self._lists = HeldLists.of(signature.batch_size, heads, signature.rows, signature.max_blocks_per_row, self.device.torch_device)  # type: ignore[arg-type]
         layout, device = self._layout(signature.batch_size), self.device.torch_device
         opened = open_inboxes(layout, self.device, group)
-        mine_alone = isinstance(opened, Inboxes)
-        self._inboxes: Inboxes | None = opened if isinstance(opened, Inboxes) else None
-        self.exchange = "peer memory" if mine_alone else f"all-gather: {opened}"
-        self._storage = torch.empty((1 if mine_alone else dist.get_world_size(group)) * layout.nbytes, dtype=torch.uint8, device=device)
+        self._inboxes = opened if isinstance(opened, Inboxes) else None
+        if self._inboxes is not None:
+            self.exchange, parts, merge_kernel = "peer memory", 1, exchange_source
+        else:
+            self.exchange, parts, merge_kernel = f"all-gather: {opened}", dist.get_world_size(group), merge_source
+        self._storage = torch.empty(parts * layout.nbytes, dtype=torch.uint8, device=device)
         self._parts: dict[int, GatheredParts | PeerParts] = {}      # by batch size
-        merge = (exchange_source if mine_alone else merge_source)(layout.dtype, signature.head_dim)
-        load_kernels((held_source(signature.rows), merge), self.device, self._cubins)
+        load_kernels((held_source(signature.rows), merge_kernel(layout.dtype, signature.head_dim)), self.device, self._cubins)
 
     def _layout(self, batch: int) -> PartLayout:
         s = self.signature
@@ -78,8 +78,11 @@ class ShardedPagedAttention:
         parts = self._parts.get(batch)
         if parts is None:
             layout = self._layout(batch)
-            parts = self._parts[batch] = (GatheredParts(layout, self.device, self.group, self._storage) if self._inboxes is None
-                                          else PeerParts(layout, self.device, self._inboxes, self._storage))
+            if self._inboxes is None:
+                parts = GatheredParts(layout, self.device, self.group, self._storage)
+            else:
+                parts = PeerParts(layout, self.device, self._inboxes, self._storage)
+            self._parts[batch] = parts
         return parts
 
     def run(self, q: torch.Tensor, paged_kv_cache: PagedKVCache, paged_kv_indptr: torch.Tensor | None, paged_kv_indices: torch.Tensor | None,

@@ -152,10 +152,11 @@ class PlanStore:
     def _refusals(self, signature: Signature, device: DeviceFacts, engine: str | None) -> Iterator[None]:
         """Remember why no engine serves, or could build, `signature`, and say it again without asking."""
         slot = (signature.key, device, engine)
-        if slot in self._refused:
+        reason = self._refused.get(slot)        # once: another thread may forget it
+        if reason is not None:
             with self._lock:
                 self._stats.negative_hits += 1
-            raise NotImplementedError(self._refused[slot])
+            raise NotImplementedError(reason)
         try:
             yield
         except NotImplementedError as error:

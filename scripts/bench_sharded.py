@@ -289,6 +289,8 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help="speed, large; both when none is named")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if unknown := set(options.parts) - {"speed", "large"}:
+        sys.exit(f"bench_sharded: got {sorted(unknown)}; need speed, large or neither; name none to run both")
     rank = Rank()
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "ranks": rank.world, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     if "speed" in (options.parts or ["speed"]):

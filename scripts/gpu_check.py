@@ -115,6 +115,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", help=f"any of {', '.join(SECTIONS)}")
     wanted = parser.parse_args().sections or list(SECTIONS)
+    if unknown := set(wanted) - set(SECTIONS):
+        sys.exit(f"gpu_check: got {sorted(unknown)}; need any of {', '.join(SECTIONS)}; name none to run all")
     if not torch.cuda.is_available():
         sys.exit("gpu_check: got no CUDA device; need one; run it on a machine with a GPU")
     from cudnn_graphs.runtime.environment import versions

@@ -74,6 +74,8 @@ def signatures(device: str) -> list[tuple[Signature, str | None]]:
 
 
 class Soak:
+    """One store, the calls that it serves, and what was seen of both."""
+
     def __init__(self, device: str, directory: Path, max_entries: int, graph_every: int = 50, engines: Collection[str] | None = None) -> None:
         self.device, self.draw, self.graph_every = device, random.Random(0), graph_every if device == "cuda" else 0
         self.store = PlanStore(directory / "plans", max_entries=max_entries)

@@ -31,7 +31,7 @@ class CubinCache:
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = directory
         self.writable = True        # False once a write failed: its warning is given once
-        self.compiles = 0
+        self.compiles = 0           # by this process: none where all came from the directory
         self._memory: dict[str, Cubin] = {}
         self._lock = threading.Lock()
         self._building: dict[str, threading.Lock] = {}

@@ -128,6 +128,7 @@ _captured: dict[tuple[int | None, str], LoadedPlan] = {}      # by device and bl
 
 
 def load_plan(blob: bytes, device: DeviceFacts) -> LoadedPlan:
+    """The plan of a `CudnnPlan.blob` on `device`, which must be present. Raises what cuDNN does for a blob of another version or device."""
     import cudnn
     key = (device.index, hashlib.sha256(blob).hexdigest())
     if key in _captured:
