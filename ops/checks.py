@@ -51,9 +51,19 @@ def positive_scale(name: str, value: Any, default: float) -> float:
 
 
 def tensor(name: str, value: Any) -> torch.Tensor:
+    """A dense tensor. TypeError."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(problem(name, type(value).__name__, "a torch.Tensor", "convert it with torch.as_tensor"))
+    if value.layout is not torch.strided or value.is_nested:
+        raise TypeError(problem(name, f"a {'nested' if value.is_nested else value.layout} tensor", "a dense one", "convert it with .to_dense(), or pad it"))
     return value
+
+
+def in_memory(tensors: dict[str, torch.Tensor | None]) -> None:
+    """ValueError where a tensor's storage was freed under it, as FSDP does with `untyped_storage().resize_(0)`: torch itself would crash."""
+    for name, value in tensors.items():
+        if value is not None and not value.data_ptr() and value.numel():
+            raise ValueError(problem(name, "a tensor whose storage was freed", f"{value.numel()} elements in memory", "gather or load it again first"))
 
 
 def metadata(name: str, value: Any, dtype: torch.dtype, shape: tuple[int | str, ...], device: torch.device,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass
 from operator import add
 from typing import Any
 
@@ -12,26 +13,28 @@ from ..runtime.devices import DeviceFacts
 from .checks import span_bytes
 
 Structure = tuple[Any, ...]
-_MOST = 256             # of anything that is kept, so that varying shapes and addresses cannot grow it
+_MOST_STRUCTURES, _MOST_PLACES = 256, 1024      # kept by one signature, about 0.5 MB each, so that varying shapes and addresses cannot grow it
+_numbers = itertools.count()
 
 
 @dataclass(slots=True)
 class _Known:
-    """One structure that passed every check: the bytes that each output and input spans, and addresses at which no output met another part."""
+    """One structure that passed every check: the bytes that each output and input spans, and its number, which no other ever has."""
 
     spans: tuple[int, ...]
-    apart: set[tuple[int, ...]] = field(default_factory=set)
+    number: int
 
 
 @dataclass(slots=True)
 class Call:
     """One call, looked up. Its parts are its outputs, its inputs, then its vectors."""
 
-    structure: Structure | None     # None where a value is no tensor: then only the checks can say what is wrong
+    structure: Structure | None     # None where a value is no tensor with memory: then only the checks can say what is wrong
     past: _Known | None
     outputs: int
     addresses: list[int]
     vector_bytes: list[int]
+    places: set[tuple[int, ...]]    # of every structure, behind its number: addresses at which no output met another part
 
     @property
     def known(self) -> bool:
@@ -42,16 +45,18 @@ class Call:
         """Whether it is known, and no output's address range meets another part's: then no check is left."""
         if self.past is None:
             return False
-        places = (*self.addresses, *self.vector_bytes)
-        if places in self.past.apart:
+        if not any(self.addresses[:self.outputs]):      # none given: what is allocated now meets nothing
+            return True
+        place = (self.past.number, *self.addresses, *self.vector_bytes)
+        if place in self.places:
             return True
         ranges = [*zip(self.addresses, map(add, self.addresses, (*self.past.spans, *self.vector_bytes)))]
         for i, (begin, end) in enumerate(ranges[:self.outputs]):
             if any(other_begin < end and begin < other_end for j, (other_begin, other_end) in enumerate(ranges) if i != j):
                 return False
-        if len(self.past.apart) >= _MOST:
-            self.past.apart.clear()
-        self.past.apart.add(places)
+        if len(self.places) >= _MOST_PLACES:
+            self.places.clear()
+        self.places.add(place)
         return True
 
 
@@ -60,6 +65,7 @@ class KnownCalls:
 
     def __init__(self) -> None:
         self._known: dict[Structure, _Known] = {}
+        self._places: set[tuple[int, ...]] = set()
 
     def look(self, device: DeviceFacts, outputs: tuple[Any, ...], inputs: tuple[Any, ...], vectors: tuple[Any, ...] = ()) -> Call:
         """Read all about the tensors that the checks look at, except addresses beyond alignment: equal structures pass alike.
@@ -70,33 +76,42 @@ class KnownCalls:
         parts: list[Any] = [device.kind, device.index]
         addresses: list[int] = []
         vector_bytes: list[int] = []
-        for value in (*outputs, *inputs):
-            if value is None:
-                parts.append(None)
-                addresses.append(0)
-            elif isinstance(value, torch.Tensor):
-                address = value.data_ptr()
-                parts.append((value.dtype, value.device, value.shape, value.is_contiguous() or value.stride(), address & 15))
-                addresses.append(address)
-            else:
-                return Call(None, None, 0, [], [])
-        for value in vectors:
-            if value is None:
-                parts.append(None)
-                addresses.append(0)
-                vector_bytes.append(0)
-            elif isinstance(value, torch.Tensor) and value.dim() == 1:
-                parts.append((value.dtype, value.device, value.is_contiguous()))
-                addresses.append(value.data_ptr())
-                vector_bytes.append(value.nbytes)
-            else:
-                return Call(None, None, 0, [], [])
+        try:
+            for value in (*outputs, *inputs):
+                if value is None:
+                    parts.append(None)
+                    addresses.append(0)
+                elif isinstance(value, torch.Tensor):
+                    address = value.data_ptr()
+                    # no address: empty, or its storage was freed under it
+                    parts.append((value.dtype, value.device, value.shape, value.is_contiguous() or value.stride(), address & 15 if address else None))
+                    addresses.append(address)
+                else:
+                    return self._unknown()
+            for value in vectors:
+                if value is None:
+                    parts.append(None)
+                    addresses.append(0)
+                    vector_bytes.append(0)
+                elif isinstance(value, torch.Tensor) and value.dim() == 1:
+                    address, nbytes = value.data_ptr(), value.nbytes
+                    parts.append((value.dtype, value.device, value.is_contiguous(), bool(address or not nbytes)))
+                    addresses.append(address)
+                    vector_bytes.append(nbytes)
+                else:
+                    return self._unknown()
+        except RuntimeError:        # torch's own, of a tensor without memory: sparse, nested
+            return self._unknown()
         structure = tuple(parts)
-        return Call(structure, self._known.get(structure), len(outputs), addresses, vector_bytes)
+        return Call(structure, self._known.get(structure), len(outputs), addresses, vector_bytes, self._places)
+
+    def _unknown(self) -> Call:
+        return Call(None, None, 0, [], [], self._places)
 
     def remember(self, call: Call, outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> None:
         """Keep the structure of a call that passed."""
         if call.structure is not None and not call.known:
-            if len(self._known) >= _MOST:
+            if len(self._known) >= _MOST_STRUCTURES:
                 self._known.clear()
-            self._known[call.structure] = _Known(tuple(0 if value is None else span_bytes(value) for value in (*outputs, *inputs)))
+            spans = tuple(0 if value is None else span_bytes(value) for value in (*outputs, *inputs))
+            self._known[call.structure] = _Known(spans, next(_numbers))

@@ -212,7 +212,7 @@ class PagedBlockSparseSignature(Signature):
         page_stride = self.page_stride or self.compact_page_stride
         parts = {"paged_kv_cache": cache} if combined else {"paged_kv_cache[0]": cache[0], "paged_kv_cache[1]": cache[1]}
         for name, part in parts.items():
-            checks.tensor(name, part)
+            checks.in_memory({name: checks.tensor(name, part)})
             need, want = ((2, *inner) if combined else inner), _compact_strides(inner, combined)
             if part.dtype != DTYPES[self.dtype] or part.device != device:
                 raise ValueError(problem(name, f"{part.dtype} on {part.device}", f"{DTYPES[self.dtype]} on {device}", "q and the cache must agree"))
@@ -254,6 +254,8 @@ class PagedBlockSparseSignature(Signature):
         a = arguments
         inputs = {"q": q, "paged_kv_cache (K)": a.k, "paged_kv_cache (V)": a.v, "seq_lens_kv": a.seq_lens, "block_indptr": a.block_indptr,
                   "block_indices": a.block_indices, "the page table": a.pages, "paged_kv_indptr": a.page_indptr, "kv_valid_bits": a.valid_bits}
+        if not known:
+            checks.in_memory({**inputs, "out": out, "lse": lse})
         if out is not None:
             checks.no_overlap("out", out, inputs)
         if lse is not None:

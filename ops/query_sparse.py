@@ -230,10 +230,13 @@ def _check_outputs(a: QuerySparseArguments, given: tuple[Any, Any, Any], selecti
     shape = tuple(a.q.shape)
     needs = {"out": (torch.bfloat16, shape), "out_fp32": (torch.float32, shape), "lse": (torch.float32, (shape[1], shape[0]))}
     others: dict[str, torch.Tensor | None] = {"q": a.q, "k": a.k, "v": a.v, **selection}
+    if not known:
+        checks.in_memory(others)
     for (name, (dtype, need)), value in zip(needs.items(), given):
         if value is not None:
             if not known:
                 _check(name, checks.tensor(name, value), dtype, need, a.q.device)
+                checks.in_memory({name: value})
                 if name != "lse" and value.data_ptr() % 16:
                     raise ValueError(problem(name, f"address {value.data_ptr():#x}", "16-byte alignment", "allocate it with torch.empty"))
             checks.no_overlap(name, value, others)

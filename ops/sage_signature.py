@@ -159,6 +159,8 @@ class SageBlockSparseSignature(Signature):
         """`known`: an equal call has passed; then only addresses are left to check."""
         inputs = {"q_int8": a.q, "k_int8": a.k, "v_fp8": a.v, "q_scale": a.q_scale, "k_scale": a.k_scale, "v_scale": a.v_scale,
                   "q2k_block_index": a.block_index, "q2k_block_nums": a.counts, "block_sizes": a.block_sizes}
+        if not known:
+            checks.in_memory(inputs)
         if out is not None:
             if not known:
                 _check_output("out", out, torch.bfloat16, a.q.shape, a.q.device)
@@ -175,6 +177,7 @@ def _check_output(name: str, value: Any, dtype: torch.dtype, shape: torch.Size, 
     _check_data(name, value, dtype, device)
     if value.shape != shape:
         raise ValueError(problem(name, f"shape {list(value.shape)}", f"{list(shape)}", f"allocate it so, in {dtype}"))
+    checks.in_memory({name: value})
 
 
 def _check_count(count: Any, index: torch.Tensor) -> None:
@@ -186,8 +189,7 @@ def _check_count(count: Any, index: torch.Tensor) -> None:
 
 def _check_data(name: str, value: Any, dtype: torch.dtype, device: torch.device) -> None:
     """TypeError for another type or dtype; ValueError for another device, gaps, or an address the copy engine cannot take."""
-    if not isinstance(value, torch.Tensor):
-        checks.tensor(name, value)
+    checks.tensor(name, value)
     if value.dtype != dtype:
         raise TypeError(problem(name, value.dtype, dtype, "quantize with quantize_sage_qkv" if name != "out" else "allocate it in bfloat16"))
     _check_place(name, value, device)
@@ -196,8 +198,7 @@ def _check_data(name: str, value: Any, dtype: torch.dtype, device: torch.device)
 
 
 def _check_int32(name: str, value: Any, device: torch.device) -> None:
-    if not isinstance(value, torch.Tensor):
-        checks.tensor(name, value)
+    checks.tensor(name, value)
     if value.dtype != torch.int32:
         raise ValueError(problem(name, value.dtype, torch.int32, "convert it with .to(torch.int32)"))
     _check_place(name, value, device)

@@ -43,6 +43,10 @@ class Signature:
         with a `result`. Never copies to the host or synchronizes."""
         raise NotImplementedError
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has, in this process or another: the facts, not what calls of this one left in it."""
+        return self.facts()
+
     def facts(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
 

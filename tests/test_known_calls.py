@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import re
+
 import pytest
 import torch
 from cases_qsa import packed_batch, qkv, random_bitmap
@@ -66,6 +70,24 @@ def test_an_output_moved_onto_another(call):
         signature.bind(CPU, *args, **(keywords | {"lse": inside}))
 
 
+def test_the_same_addresses_with_larger_tensors():
+    """A batch of one whose out begins where q ends; at the same addresses a batch of two, whose q reaches into out."""
+    case = PagedCase().make()
+    (q, cache, page_indptr, *rest), keywords = case.arguments()
+    seq_lens, block_indptr, block_indices = rest[1:]
+    memory, one, signature = torch.zeros(3 * q[0].numel(), dtype=q.dtype), q[0].numel(), case.signature()
+
+    def bind(batch):
+        given, out = memory[:batch * one].view(batch, *q.shape[1:]), memory[one:(batch + 1) * one].view(batch, *q.shape[1:])
+        signature.bind(CPU, given, cache, page_indptr[:batch + 1], rest[0], seq_lens[:batch], block_indptr[:batch], block_indices, **keywords, out=out)
+
+    signature.bind(CPU, q, cache, page_indptr, *rest, **keywords, out=torch.empty_like(q))      # a batch of two is known
+    for _ in range(2):
+        bind(1)
+        with pytest.raises(ValueError, match="out: got memory shared with q"):
+            bind(2)
+
+
 def test_one_tensor_changed_in_place(call):
     """The same objects: what they are is read at every call."""
     signature, args, keywords, _ = call
@@ -100,17 +122,111 @@ def test_qsa_by_name_in_any_order():
 
 
 def test_what_is_kept_is_bounded(call, monkeypatch):
-    monkeypatch.setattr(known_calls, "_MOST", 4)
+    """All that a signature keeps, not so much for each structure: 256 of each were 35 MB."""
+    monkeypatch.setattr(known_calls, "_MOST_STRUCTURES", 4)
+    monkeypatch.setattr(known_calls, "_MOST_PLACES", 4)
     signature, args, keywords, _ = call
-    kept = signature._passed._known
+    kept = signature._passed
     room = torch.empty(keywords["out"].numel() + 8 * 40, dtype=torch.bfloat16)
     for i in range(20):
         out = room[16 * i:][:keywords["out"].numel()].view(keywords["out"].shape)       # 32 bytes further each time: one structure, 20 places
         signature.bind(CPU, *args, **(keywords | {"out": out}))
-        assert 1 <= len(kept) <= 4 and all(len(known.apart) <= 4 for known in kept.values())
+        assert 1 <= len(kept._known) <= 4 and 1 <= len(kept._places) <= 4
     for i in range(1, 20):
         out = torch.empty(keywords["out"].numel() + 16 * i, dtype=torch.bfloat16)[:keywords["out"].numel()].view(keywords["out"].shape)
         lse = torch.empty(keywords["lse"].numel() + 4, dtype=torch.float32)[i % 4:][:keywords["lse"].numel()].view(keywords["lse"].shape)
         if "sage" not in signature.label:       # whose lse starts on 16 bytes
             signature.bind(CPU, *args, **(keywords | {"out": out, "lse": lse}))
-        assert 1 <= len(kept) <= 4
+        assert 1 <= len(kept._known) <= 4 and len(kept._places) <= 4
+
+
+def test_addresses_count_only_where_an_output_is_given(call):
+    signature, args, keywords, _ = call
+    signature._passed._places.clear()
+    given = {name: value for name, value in keywords.items() if name not in ("out", "out_fp32", "lse")}
+    for _ in range(5):
+        signature.bind(CPU, args[0].clone(), *args[1:], **given)
+    assert not signature._passed._places
+
+
+def test_a_copy_remembers_nothing(call):
+    """What a signature keeps would be sent with it to other processes: megabytes of this one's addresses."""
+    signature, args, keywords, _ = call
+    for copied in (copy.copy(signature), copy.deepcopy(signature), pickle.loads(pickle.dumps(signature))):
+        assert copied == signature and hash(copied) == hash(signature) and copied.key == signature.key and copied._passed._known == {}
+    assert len(pickle.dumps(signature)) < 1000
+
+
+# -- one thing changed -------------------------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64, torch.uint32, torch.bool, torch.float8_e4m3fn)
+
+
+def freed(x):
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def changed(x):
+    """`x` with one property changed, each in turn; whether it still may pass is the checks' to say."""
+    zeros = lambda *shape: torch.zeros(shape).to(x.dtype)  # noqa: E731
+    yield from (None, 3, [1, 2], x.float().numpy(), x.to("meta"), freed(x), x.reshape(-1), x[None], x[..., None], x[0], zeros(), zeros(0))
+    yield from (x.to(dtype) for dtype in DTYPES if dtype != x.dtype)
+    yield x.float().to_sparse()
+    yield torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(3, 3)])
+    for size in (1, 2, 4, 8):                       # elements further on: aligned otherwise
+        yield zeros(x.numel() + size)[size:].view(x.shape)
+    for d, n in enumerate(x.shape):
+        before, after = x.shape[:d], x.shape[d + 1:]
+        yield from (zeros(*before, m, *after) for m in (0, n - 1, n + 1))
+        wide = zeros(*before, 2 * n, *after)
+        yield from (wide.narrow(d, 0, n), wide.unflatten(d, (n, 2)).select(d + 1, 0), x.narrow(d, 0, 1).expand(x.shape))
+        if after:
+            yield zeros(*before, after[0], n, *after[1:]).transpose(d, d + 1)
+
+
+def said(signature, args, keywords):
+    try:
+        signature.bind(CPU, *args, **keywords)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {re.sub('0x[0-9a-f]+', 'ADDRESS', str(error))}"
+    return ""
+
+
+def test_whatever_is_changed_is_refused_as_if_it_came_first(call):
+    """Every argument in turn, after a call that passed: the words are those of a signature that knows of no call."""
+    signature, args, keywords, _ = call
+    places = [(i, None) for i in range(len(args))] + [(name, None) for name in keywords]
+    places = [(at, part) for at, _ in places for part in ((0, 1) if isinstance(at, int) and isinstance(args[at], tuple) else (None,))]
+    refused = 0
+    for at, part in places:
+        whole = args[at] if isinstance(at, int) else keywords[at]
+        value = whole if part is None else whole[part]
+        for other in changed(value) if isinstance(value, torch.Tensor) else (torch.zeros(2, dtype=torch.int32), -1, 99, 2.0, "a"):
+            new = other if part is None else tuple(other if i == part else x for i, x in enumerate(whole))
+            positional = [new if i == at else x for i, x in enumerate(args)]
+            named = {name: new if name == at else x for name, x in keywords.items()}
+            first = said(copy.copy(signature), positional, named)
+            signature.bind(CPU, *args, **keywords)      # remembered again, whatever was pushed out
+            assert said(signature, positional, named) == first and said(signature, positional, named) == first, (at, part, other)
+            refused += bool(first)
+    assert refused > 300
+
+
+def test_a_tensor_whose_storage_was_freed(call):
+    """FSDP frees storages under tensors that keep shape and device: torch's own operators crash on them."""
+    signature, args, keywords, _ = call
+    with pytest.raises(ValueError, match="a tensor whose storage was freed"):
+        signature.bind(CPU, freed(args[0]), *args[1:], **keywords)
+    with pytest.raises(ValueError, match="out: got a tensor whose storage was freed"):
+        signature.bind(CPU, *args, **(keywords | {"out": freed(keywords["out"])}))
+
+
+@pytest.mark.parametrize("sparse", [lambda x: x.float().to_sparse(), lambda x: torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(3, 3)])])
+def test_a_tensor_that_is_not_dense(call, sparse):
+    signature, args, keywords, _ = call
+    with pytest.raises(TypeError, match="need a dense one"):
+        signature.bind(CPU, sparse(args[0]), *args[1:], **keywords)
+    with pytest.raises(TypeError, match="out: got a .* tensor; need a dense one"):
+        signature.bind(CPU, *args, **(keywords | {"out": sparse(args[0])}))
