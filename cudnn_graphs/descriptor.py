@@ -86,8 +86,9 @@ class SparseBlockDescriptor:
 
     @property
     def packed_rows(self) -> int:
-        """Rows of one M tile's worth of work: query tokens of a row times the heads that share its list."""
-        return self.q_block_size * self.group
+        """Query rows of one row: its query tokens, of which a short sequence has fewer than q_block_size, times the heads that share its list."""
+        assert self.seq_len_q is not None
+        return min(self.q_block_size, self.seq_len_q) * self.group
 
     @property
     def sub_page(self) -> int:

@@ -172,3 +172,8 @@ def test_the_h200_takes_what_was_fastest_there(batch, tokens, picked):
     heads = 64 if tokens == 1 else 32
     signature = PagedBlockSparseSignature(batch, tokens, 32768, heads, 8, 128, min(tokens, 64), 64, 64, max_blocks_per_row=64)
     assert choose(signature.lower(), H200)[0] == picked
+
+
+def test_decoding_is_read_bound_whatever_its_block_of_queries():
+    decode = PagedBlockSparseSignature(32, 1, 32768, 64, 8, 128, 1, 64, 64, max_blocks_per_row=64)
+    assert {choose(decode.replace(q_block_size=size).lower(), H200)[0] for size in (1, 16, 64, 128)} == {"portable"}
