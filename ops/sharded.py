@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engines.shard_kernels import HeldLists, Inboxes, exchange_source, held_source, load_kernels, merge_source, with_held_blocks
+from ..engines.shard_kernels import HeldLists, Inboxes, exchange_source, gathered_source, held_source, load_kernels, with_held_blocks
 from ..errors import CaptureError, CudnnGraphsError, problem
 from ..planning import Plan, PlanStore, default_store
 from ..runtime.devices import DeviceFacts, device_facts
@@ -65,7 +65,7 @@ class ShardedPagedAttention:
         if self._inboxes is not None:
             self.exchange, parts, merge_kernel = "peer memory", 1, exchange_source
         else:
-            self.exchange, parts, merge_kernel = f"all-gather: {opened}", dist.get_world_size(group), merge_source
+            self.exchange, parts, merge_kernel = f"all-gather: {opened}", dist.get_world_size(group), gathered_source
         self._storage = torch.empty(parts * layout.nbytes, dtype=torch.uint8, device=device)
         self._parts: dict[int, GatheredParts | PeerParts] = {}      # by batch size
         load_kernels((held_source(signature.rows), merge_kernel(layout.dtype, signature.head_dim)), self.device, self._cubins)

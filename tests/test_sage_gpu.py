@@ -76,6 +76,21 @@ def test_one_hot_rows_place_every_token(engine, layout, return_lse):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("return_lse", [True, False])
+@pytest.mark.parametrize("name, index, queries", [("q_scale", (..., 1), slice(32, 64)), ("k_scale", (...,), slice(None))])
+def test_scores_that_are_nan_show(engine, return_lse, name, index, queries):
+    """A NaN in q makes the scale of 32 queries NaN. Nothing else does: zeros and lse -inf are for queries without a key."""
+    served(engine)
+    case = SageCase(heads=2, seq_q=200, seq_k=300).make()
+    getattr(case, name)[index] = float("nan")
+    got = run(case.to("cuda"), engine, return_lse)
+    for result in got if return_lse else (got,):
+        seen = torch.zeros(result.shape[:3], dtype=torch.bool, device="cuda")
+        seen[:, :, queries] = True
+        assert result[seen].isnan().all() and result[~seen].isfinite().all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_repeatable(engine):
     served(engine)
     case = SageCase(heads=3, seq_q=700, counts=True).make().to("cuda")

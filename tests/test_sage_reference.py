@@ -39,6 +39,16 @@ def test_a_visible_nan_does_reach_the_output():
     assert out[..., 5].isnan().all() and out[..., :5].isfinite().all() and out[..., 6:].isfinite().all()
 
 
+@pytest.mark.parametrize("name, index, queries", [("q_scale", (..., 1), slice(32, 64)), ("k_scale", (...,), slice(None))])
+def test_scores_that_are_nan_show(name, index, queries):
+    case = SageCase(heads=2, seq_q=200, seq_k=300).make()
+    getattr(case, name)[index] = float("nan")
+    for result in run(case):
+        seen = torch.zeros(result.shape[:3], dtype=torch.bool)
+        seen[:, :, queries] = True
+        assert result[seen].isnan().all() and result[~seen].isfinite().all()
+
+
 def test_a_duplicate_counts_twice():
     case = SageCase(heads=1, seq_q=64, count=3, capacity=3).make()
     case.index[..., :] = torch.tensor([2, 4, 2])

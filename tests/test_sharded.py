@@ -30,10 +30,10 @@ from cudnn_graphs.engines.shard_kernels import (
     Inboxes,
     exchange_parts,
     exchange_source,
+    gathered_source,
     held_source,
     load_kernels,
     merge_gathered,
-    merge_source,
     with_held_blocks,
 )
 from cudnn_graphs.errors import CudnnGraphsError
@@ -348,8 +348,8 @@ def test_held_blocks_are_listed_in_order_and_others_are_not(changes, device):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 def test_kernels_compile_without_spills(arch):
     pytest.importorskip("cupy")
-    merges = [merge(d, n) for merge in (merge_source, exchange_source) for d, n in ((torch.bfloat16, 64), (torch.float16, 256))]
-    for source in (held_source(1), held_source(2), *merges, merge_source(torch.float32, 256)):
+    merges = [merge(d, n) for merge in (gathered_source, exchange_source) for d, n in ((torch.bfloat16, 64), (torch.float16, 256))]
+    for source in (held_source(1), held_source(2), *merges, gathered_source(torch.float32, 256)):
         resources = compile_cubin(source, arch).resources
         assert resources.spill_bytes == resources.stack_bytes == 0
 

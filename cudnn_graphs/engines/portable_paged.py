@@ -103,11 +103,6 @@ extern "C" __global__ void __launch_bounds__({tile.threads}, {tile.blocks_per_sm
     return KernelSource(entry, text, threads=tile.threads, smem_bytes=tile.smem_bytes)
 
 
-def _packed_rows(descriptor: SparseBlockDescriptor) -> int:
-    assert descriptor.seq_len_q is not None
-    return min(descriptor.q_block_size, descriptor.seq_len_q) * descriptor.group
-
-
 def _grid(tile: Tile, a: PagedArguments, splits: int) -> tuple[int, int, int]:
     batch, seq_len_q, num_qo_heads, _ = a.q.shape
     num_kv_heads = a.k.shape[1]
@@ -120,8 +115,8 @@ class PortablePagedDesign:
 
     def __init__(self, descriptor: SparseBlockDescriptor, device: DeviceFacts) -> None:
         assert descriptor.max_seq_len_kv is not None
-        self.tile = choose_tile(_packed_rows(descriptor), descriptor.head_dim, "causal" in descriptor.masks, device)
-        m_tiles = -(-_packed_rows(descriptor) // self.tile.rows)
+        self.tile = choose_tile(descriptor.packed_rows, descriptor.head_dim, "causal" in descriptor.masks, device)
+        m_tiles = -(-descriptor.packed_rows // self.tile.rows)
         tasks = descriptor.batch_size * descriptor.num_kv_heads * descriptor.rows_per_head * m_tiles
         spans = descriptor.max_spans_per_row or -(-descriptor.max_seq_len_kv // descriptor.span_tokens)
         slots = device.sm_count * min(self.tile.blocks_per_sm, 2)       # two already saturate the memory
@@ -148,7 +143,7 @@ class PortableTailDesign:
 
     def __init__(self, descriptor: SparseBlockDescriptor, device: DeviceFacts) -> None:
         # Few query rows a CTA: one key tile is soon done, and wider ones leave no register for the walk over the tails.
-        self.tile = choose_tile(min(_packed_rows(descriptor), 32), descriptor.head_dim, "causal" in descriptor.masks, device)
+        self.tile = choose_tile(min(descriptor.packed_rows, 32), descriptor.head_dim, "causal" in descriptor.masks, device)
         self.kernel = _source(descriptor, self.tile, tail_only=True)
         self.partials = SplitWorkspace.one(descriptor)
         self.workspace_bytes = self.partials.nbytes

@@ -7,18 +7,14 @@ import struct
 
 import torch
 
-from ..errors import CaptureError, problem
 from ..runtime.cubins import CubinCache
 from ..runtime.devices import DeviceFacts
-from ..runtime.launch import LoadedKernel
 from ..runtime.nvrtc import KernelSource
-from ..runtime.streams import current_raw_stream, is_capturing, on_device
+from ..runtime.streams import current_raw_stream, on_device
 
 CUDA_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
 THREADS, SUM_LANES = 128, 32                # SageQuantizeConfig
 _PARAMS = struct.Struct("<14Q12q7i4x")           # SageQuantizeParams
-
-_loaded: dict[tuple[DeviceFacts, torch.dtype, bool], LoadedKernel] = {}
 
 
 @functools.cache
@@ -59,7 +55,7 @@ def quantize_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, v_layout:
         *q.stride(), *k.stride(), *v.stride(), heads, all_heads, seq_len_q, seq_len_k, blocks, smooth_k, v_layout == "interleaved16")
     with on_device(device):
         vector = all(_vector(t) for t in (q, k, v))
-        kernel = _kernel(device, q.dtype, vector, cubins)
+        kernel = cubins.loaded(quantizer_source(q.dtype, vector), device)
         kernel.launch((device.sm_count * _blocks_per_sm(q.dtype, vector), 1, 1), (params,), current_raw_stream(device))
     return q_int8, k_int8, v_fp8, q_scale, k_scale, v_scale, k_mean
 
@@ -67,13 +63,3 @@ def quantize_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, v_layout:
 def _vector(x: torch.Tensor) -> bool:
     per_16_bytes = 16 // x.element_size()
     return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and not any(s % per_16_bytes for s, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1)
-
-
-def _kernel(device: DeviceFacts, dtype: torch.dtype, vector: bool, cubins: CubinCache) -> LoadedKernel:
-    key = (device, dtype, vector)
-    if key not in _loaded:
-        if is_capturing():
-            raise CaptureError(problem("quantize_sage_qkv", "a first call under CUDA graph capture", "a loaded kernel", "call it once before the capture"))
-        source = quantizer_source(dtype, vector)
-        _loaded[key] = LoadedKernel(cubins.get(source, device.arch), source.entry, device.torch_device.index)
-    return _loaded[key]

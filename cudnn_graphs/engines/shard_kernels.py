@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__({threads}) {entry}(const __grid_con
 
 
 @functools.cache
-def merge_source(dtype: torch.dtype, head_dim: int) -> KernelSource:
+def gathered_source(dtype: torch.dtype, head_dim: int) -> KernelSource:
     entry = f"merge_gathered_{CUDA_TYPES[dtype]}_d{head_dim}"
     return KernelSource(entry, f"""#include "portable/merge_gathered.cuh"
 extern "C" __global__ void __launch_bounds__({32 * _MERGE_WARPS}) {entry}(const __grid_constant__ MergeGatheredParams p) {{
@@ -102,7 +102,7 @@ def merge_gathered(parts: torch.Tensor, lse_offset: int, out: torch.Tensor, lse:
     params = _MERGE.pack(parts.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), parts.stride(0), lse_offset,
                          stride_b, out.stride(-3), out.stride(-2), items, seq_len, heads, parts.shape[0])
     with on_device(device):
-        _kernel(merge_source(out.dtype, head_dim), device, cubins).launch((-(-items // _MERGE_WARPS), 1, 1), (params,), current_raw_stream(device))
+        _kernel(gathered_source(out.dtype, head_dim), device, cubins).launch((-(-items // _MERGE_WARPS), 1, 1), (params,), current_raw_stream(device))
 
 
 @dataclass(frozen=True, slots=True)

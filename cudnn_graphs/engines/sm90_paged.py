@@ -59,13 +59,8 @@ _TRIO_ITEMS = 8             # for each chain: fewer leave too many chains idle a
 _WIDE_RATE, _NARROW_RATE = 680, 560     # TFLOPS measured at D 128 (P3, P2): narrow tiles read K and V from L2 twice as often
 
 
-def _packed_rows(descriptor: SparseBlockDescriptor) -> int:
-    assert descriptor.seq_len_q is not None
-    return min(descriptor.q_block_size, descriptor.seq_len_q) * descriptor.group
-
-
 def _items(descriptor: SparseBlockDescriptor, tile: Tile) -> int:
-    return descriptor.batch_size * descriptor.num_kv_heads * descriptor.rows_per_head * -(-_packed_rows(descriptor) // tile.rows)
+    return descriptor.batch_size * descriptor.num_kv_heads * descriptor.rows_per_head * -(-descriptor.packed_rows // tile.rows)
 
 
 def _splits(items: int, tiles: int, sm_count: int, blocks_per_sm: int) -> int:
@@ -84,7 +79,7 @@ def choose_tile(descriptor: SparseBlockDescriptor, device: DeviceFacts) -> Tile:
     clusters when rows are few."""
     assert descriptor.max_seq_len_kv is not None
     wides = WIDE_BOTH_MASKS if {"causal", "valid_bits"} <= descriptor.masks else WIDE
-    rows, wide, narrow = _packed_rows(descriptor), wides[descriptor.head_dim], NARROW[descriptor.head_dim]
+    rows, wide, narrow = descriptor.packed_rows, wides[descriptor.head_dim], NARROW[descriptor.head_dim]
     time = {tile: -(-rows // tile.rows) * tile.rows / rate for tile, rate in ((wide, _WIDE_RATE), (narrow, _NARROW_RATE))}
     if rows > narrow.rows and time[wide] <= time[narrow] and 4 * _items(descriptor, wide) >= 3 * device.sm_count:
         return wide

@@ -29,7 +29,7 @@ struct SageRows {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float sum = quad_sum(softmax.sum[half]);
-            const bool empty = softmax.top[half] == NEG_INF;
+            const bool empty = sum == 0.0f;             // not by the top: scores that are all NaN leave that at -inf, and must show
             if (!live[half]) continue;
             const float factor = o_scale / sum;
             u32* out = p.out + token(half) * (kSageDim / 2) + column / 2;

@@ -4,8 +4,8 @@
 // from one counter: a head's K is converted while its V is scanned, and so on, a little late so that conversions seldom
 // wait. They wait for tasks drawn before them only, so however few blocks are resident, the oldest can always go on.
 //
-// A task goes from registers to registers: 128 threads, 8 channels of 8 consecutive tokens each. Eight such blocks on an
-// SM keep 128 KB of loads in flight.
+// A task goes from registers to registers: 128 threads, 8 channels of 8 consecutive tokens each. How many such blocks
+// an SM has is `_blocks_per_sm` of engines/sage_quantizer.py.
 //
 // The arithmetic and its order are those of reference/sage_quantize.py: both sides agree bit for bit.
 #pragma once

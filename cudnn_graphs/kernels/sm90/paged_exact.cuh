@@ -48,7 +48,7 @@ DEVICE void seen_columns(u32 (&seen)[2], const TileNotes<Plan::kBoxes>& notes, c
             const int live = token == kNoToken ? 0 : int(min(sight.length - token, u32(Plan::kBox)));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int keys = Plan::kCausal ? max(min(live, sight.mine[half] - int(token) + 1), 0) : live;
+                const int keys = Plan::kCausal ? max(min(live, int(u32(sight.mine[half]) - token + 1)), 0) : live;
                 const int columns = keys / 8 * 2 + max(min(keys % 8 - 2 * (lane % 4), 2), 0);
                 seen[half] |= ((1u << columns) - 1) << i * (Plan::kBox / 4);
             }
