@@ -102,13 +102,16 @@ SECTIONS: dict[str, Callable[[Keep], dict[str, Any]]] = {"tests": lambda keep: r
 
 
 def write_section(name: str, section: dict[str, Any]) -> None:
-    """Into the report as it now is: another process may be writing another section."""
-    with open(REPORT, "a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        report = json.loads(file.read() or "{}")
-        file.truncate(0)
-        file.write(json.dumps(report | {name: section}, indent=1, sort_keys=True) + "\n")
+    """Into the report as it now is: another process may be writing another section. Whole or not at all."""
+    folder = os.open(REPORT.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
+        new = REPORT.with_suffix(".new")
+        new.write_text(json.dumps(report | {name: section}, indent=1, sort_keys=True) + "\n")
+        new.replace(REPORT)
+    finally:
+        os.close(folder)
 
 
 def main() -> int:
