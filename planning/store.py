@@ -76,6 +76,8 @@ class PlanStore:
     """
 
     def __init__(self, root: str | os.PathLike[str] | None = None, *, max_entries: int = 4096, max_bytes: int = 4 << 30, trust: bool = False) -> None:
+        if max_entries < 1:
+            raise ValueError(problem("max_entries", max_entries, "at least 1", "the plan that is being served has to be kept"))
         self.root = None if root is None else Path(root).expanduser()
         self.max_entries, self.max_bytes = max_entries, max_bytes
         self._disk = None if self.root is None else PlanDirectory(self.root, max_entries, max_bytes)

@@ -168,7 +168,7 @@ def read_input(options: argparse.Namespace) -> tuple[list[Row], str | None]:
     if options.device_props is None:
         return signatures, None
     properties = options.device_props.read_text()
-    if "deviceVer" not in json.loads(properties):
+    if not isinstance(data := json.loads(properties), dict) or "deviceVer" not in data:
         raise ValueError("device properties without deviceVer")
     return signatures, properties
 
@@ -186,7 +186,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         signatures, properties = read_input(options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         CONSOLE.print(f"build_plans: got {error}; need a JSON list of signatures; properties come from `python -m cudnn_graphs device-props`",
                       markup=False)
         return 2

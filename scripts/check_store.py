@@ -82,7 +82,7 @@ def check_all(directory: Path, signatures: Iterable[Row], device: str) -> tuple[
 def show(rows: list[Row], counts: Row) -> None:
     for row in rows:
         if "error" in row:
-            CONSOLE.print(f"  failed  {row['engine'] or '':9} {row['label']}: {row['error']}", markup=False)
+            CONSOLE.print(f"  failed  {row['engine'] or ''!s:9} {row['label']}: {row['error']}", markup=False)
         else:
             CONSOLE.print(f"{1e3 * row['load_seconds']:7.1f} ms  {row['engine']:9} {row['label']}", markup=False)
             CONSOLE.print(f"{'':12}{', '.join(row['kernels'])}", markup=False)

@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import math
 import os
 import random
 import statistics
@@ -187,15 +188,33 @@ def show(soak: Soak) -> None:
         CONSOLE.print("  ".join(f"{row[name]:12.1f}" if isinstance(row[name], float) else f"{row[name]:12d}" for name in names))
 
 
+def _minutes(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text}; need a time over 0")
+    return value
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--minutes", type=_minutes, default=10)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--max-entries", type=int, default=12, help="of the store; there are 16 signatures on a CPU, 24 on a GPU")
     parser.add_argument("--graph-every", type=int, default=50, metavar="N", help="calls between two that are captured; 0: none is")
     parser.add_argument("--engines", type=lambda names: names.split(","), help="only the signatures that name one of them; default: all signatures")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
+    device, named = options.device, {engine for _, engine in signatures(options.device)} - {None}
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("device: got cuda; need a CUDA device that torch can use here; pass --device cpu")
+    if options.max_entries < 1:
+        parser.error(f"max-entries: got {options.max_entries}; need at least 1; a store keeps what it serves")
+    if options.engines and not named.intersection(options.engines):
+        parser.error(f"engines: got {','.join(options.engines)}; need one that a signature names on {device}: {', '.join(sorted(named)) or 'none does'}")
+    if options.json:
+        try:
+            options.json.touch()        # not after ten minutes
+        except OSError as error:
+            parser.error(f"json: got {error}; need a file that can be written; name another")
     with tempfile.TemporaryDirectory() as directory:
         soak = Soak(options.device, Path(directory), options.max_entries, options.graph_every, options.engines)
         soak.run(60 * options.minutes)

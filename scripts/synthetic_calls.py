@@ -18,7 +18,7 @@ MOST_TOKENS = 4096          # of a packed batch, whose bitmap grows with their s
 
 
 def synthetic_call(signature: Signature, device: str, *, seed: int = 0, fill: float = 1.0) -> Call:
-    """fill: the share of each capacity that the call uses, over 0 up to 1."""
+    """fill: the share of each capacity that the call uses, over 0 up to 1. Something is always seen: no output is all zeros."""
     return MAKERS[type(signature)](signature, device, torch.Generator(device).manual_seed(seed), fill)
 
 
@@ -54,7 +54,8 @@ def _paged(s: PagedBlockSparseSignature, device: str, gen: torch.Generator, fill
     indptr = (begins + torch.arange(s.rows + 1, device=device, dtype=torch.int32) * count).view(batch, -1, s.rows + 1)
     by_table = s.page_table == "block_tables"
     page_indptr = None if by_table else torch.arange(0, (batch + 1) * columns, columns, dtype=torch.int32, device=device)
-    bits = ints(-2**31, 2**31 - 1, batch, -(-s.max_seq_len_kv // 32)).view(torch.uint32) if s.use_kv_valid_bits else None
+    # one token of eight at least, so that every listed block has one
+    bits = (ints(-2**31, 2**31 - 1, batch, -(-s.max_seq_len_kv // 32)) | 0x01010101).view(torch.uint32) if s.use_kv_valid_bits else None
     return ((randn(batch, s.seq_len_q, s.num_qo_heads, s.head_dim), cache, page_indptr, None if by_table else tables.flatten(), lens, indptr,
              blocks.flatten()), {"block_tables": tables if by_table else None, "kv_valid_bits": bits})
 
@@ -81,7 +82,9 @@ def _qsa(s: QuerySparseSignature, device: str, gen: torch.Generator, fill: float
         width = min(max(total // 4 * 4, 4), 256)
         ids = torch.rand(total, max(total, width), device=device, generator=gen).topk(width, -1).indices.int()      # none twice in a row
         return (q, k, v, torch.where(ids < total, ids, -1)), {}
-    selected = (torch.rand(total, metadata.block_first.numel(), device=device, generator=gen) < 0.1).to(torch.uint8)
+    tokens, first, last = torch.arange(total, device=device)[:, None], metadata.block_first.to(device), metadata.block_last.to(device)
+    some = torch.rand(total, first.numel(), device=device, generator=gen) < 0.1
+    selected = (some | (first <= tokens) & (tokens <= last)).to(torch.uint8)       # and its own block
     return (q, k, v, selected, *(field.to(device) for field in metadata)), {}
 
 

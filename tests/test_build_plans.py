@@ -236,6 +236,37 @@ def test_synthetic_paged_calls_are_sound(page_table, mask, fill, monkeypatch):
     assert out.isfinite().all() and out.any()
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_synthetic_call_always_sees_something(seed, monkeypatch):
+    """An output of zeros is what the store check calls wrong: one valid bit of one key was a coin's throw."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from synthetic_calls import outputs_of, synthetic_call
+    paged = PagedBlockSparseSignature(1, 1, 1, 8, 1, 64, 1, 8, 8, use_kv_valid_bits=True)
+    for signature, fill in ((paged, 1.0), (QuerySparseSignature(3, 1), 0.006)):
+        plan = PlanStore(None).get(signature, "cpu")
+        outputs = outputs_of(plan, synthetic_call(signature, "cpu", seed=seed, fill=fill))
+        assert all(value.any() for name, value in outputs.items() if name != "lse"), signature.label
+
+
+@pytest.mark.parametrize("properties", ["5", "null", '["deviceVer"]', '"deviceVer"', "[" * 100_000])
+def test_properties_that_are_none(properties, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import build_plans
+    (tmp_path / "signatures.json").write_text("[]")
+    (tmp_path / "properties.json").write_text(properties)
+    monkeypatch.setattr(sys, "argv", ["build_plans.py", str(tmp_path / "signatures.json"), "--store", str(tmp_path / "plans"), "--device-props",
+                                      str(tmp_path / "properties.json")])
+    assert build_plans.main() == 2
+
+
+def test_a_check_of_an_engine_that_is_no_name(tmp_path):
+    """One bad line ends neither the others nor the table."""
+    signature = PAGED.to_json()
+    (tmp_path / "signatures.json").write_text(json.dumps([{**signature, "engine": ["sm90"]}, {**signature, "engine": 5}]))
+    done = check([tmp_path / "signatures.json", "--store", tmp_path / "plans", "--device", "cpu", "--json"])
+    assert done.returncode == 1 and "2 failed" in done.stderr and len(json.loads(done.stdout)["plans"]) == 2, done.stderr
+
+
 # -- the recorded sweep -------------------------------------------------------------------------------
 
 def test_the_sweeps_signatures():

@@ -34,3 +34,16 @@ def test_what_is_wrong(growth, faults, evictions, said, monkeypatch):
     soak.faults = faults
     soak.samples = [{"host_mb": 1000.0 + growth * (i - 7), "evictions": evictions} for i in range(60)]
     assert soak.verdict() == said
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--minutes", "0"], "need a time over 0"), (["--minutes", "nan"], "need a time over 0"), (["--max-entries", "0"], "max-entries: got 0; need at least 1"),
+    (["--engines", "nope"], "engines: got nope"), (["--json", "/nonexistent/soak.json"], "json: got"),
+])
+def test_what_it_could_only_fail_at_is_said_at_once(options, said, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import soak
+    monkeypatch.setattr(sys, "argv", ["soak.py", "--device", "cpu", *options])
+    with pytest.raises(SystemExit, match="2"):
+        soak.main()
+    assert said in capsys.readouterr().err

@@ -989,3 +989,9 @@ def test_launches_beside_a_capture_on_another_device_are_refused(monkeypatch):
     for _ in range(2):                  # captured on both, as a fork of one capture is; not captured at all
         with on_device(device):
             pass
+
+
+@pytest.mark.parametrize("entries", [0, -3])
+def test_a_store_that_may_keep_nothing(entries):
+    with pytest.raises(ValueError, match="max_entries: got .*; need at least 1"):
+        PlanStore(max_entries=entries)
