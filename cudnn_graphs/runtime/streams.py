@@ -74,7 +74,7 @@ _same = contextlib.nullcontext()
 def on_device(device: DeviceFacts) -> contextlib.AbstractContextManager[None]:
     """Make `device` current inside the block and restore the caller's. Costs one call when it already is.
 
-    Raises CaptureError where a graph is being captured on another device: what is launched here would not be in it.
+    Raises CaptureError where the device that is left records a CUDA graph and `device` does not: what is launched here would not be in it.
 
     A thread's first use makes the primary context current for the driver calls that launch kernels.
     """
