@@ -413,6 +413,7 @@ class PlanStore:
             self._views.clear()
             self._refused.clear()
             self._pinned.clear()
+            self._uses.clear()
         if self._disk is not None:
             keys |= set(self._disk.clear())
         return len(keys)

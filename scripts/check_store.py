@@ -100,8 +100,8 @@ def main() -> int:
     options = parser.parse_args()
     try:
         signatures = json.loads(options.signatures.read_text())
-        if not isinstance(signatures, list) or not all(isinstance(data, dict) for data in signatures):
-            raise ValueError("JSON that is no list of objects")
+        if not isinstance(signatures, list) or not signatures or not all(isinstance(data, dict) for data in signatures):
+            raise ValueError("JSON that is no list of objects, or an empty one")
         device_facts(options.device)
     except (OSError, ValueError, RuntimeError) as error:
         CONSOLE.print(f"check_store: got {error}; need what build_plans.py was given, and a device that is here", markup=False)
