@@ -47,7 +47,7 @@ class Contender:
 
 def in_turns(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
     """Median milliseconds of each. They take turns in a new order each round, each burst after a pause and a warm-up, so that none inherits the
-    heat and the clock of a fixed neighbour: a power-limited card gave that one up to 15%."""
+    heat and the clock of a fixed neighbour."""
     counts = {name: max(1, int(BURST_MS / max(milliseconds(run, 2), 1e-3))) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     order, draw = list(runs), random.Random(0)

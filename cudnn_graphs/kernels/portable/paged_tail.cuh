@@ -1,7 +1,7 @@
 // The partial last block of the rows that have one, as partial results, beside a folded cuDNN graph.
 //
-// Few rows have one. A CTA for each that had to find that out down the chain from length to list cost 8% of P1:
-// so the fold notes it, and few CTAs read the notes of 32 tiles at once.
+// Few rows have one. A CTA for each tile would go down the chain from length to list only to find that out: so the fold
+// notes it, and few CTAs read the notes of 32 tiles at once.
 #pragma once
 #include "portable/fold_rows.cuh"
 #include "portable/paged_attention.cuh"
