@@ -11,6 +11,7 @@ from gpu_operations import OPERATIONS, SERVED, Captured, busy_case, equal, input
 from cudnn_graphs import BlockSparsePagedTSWrapper, Plan, PlanStore
 from cudnn_graphs.errors import CaptureError
 from cudnn_graphs.planning import verdict
+from cudnn_graphs.runtime import cudnn_plans
 from cudnn_graphs.runtime.devices import device_facts
 
 pytestmark = pytest.mark.gpu
@@ -78,6 +79,18 @@ def test_a_replay_beside_runs_of_the_same_plan(name, engine, store):
         beside = operation.run(plan, calls[1])
         torch.cuda.synchronize()
         assert equal(captured.outputs, want[0]) and equal(beside, want[1])
+
+
+def test_captured_cudnn_plans_do_not_pile_up_with_builds(tmp_path):
+    """They are kept for the process's life, one of those that can stand in for each other."""
+    kept = []
+    for build in range(3):
+        store = new_store(tmp_path / str(build))
+        signature, tensors = inputs_of("paged", "cudnn", 0)
+        plan = store.build([signature], "cuda", engine="cudnn")[0]
+        Captured(OPERATIONS["paged"], plan, [tensors])
+        kept.append(len(cudnn_plans._captured))
+    assert kept[0] == kept[2] > 0
 
 
 @each_engine

@@ -95,8 +95,10 @@ class CudnnPagedEngine:
 
     def load(self, descriptor: SparseBlockDescriptor, device: DeviceFacts, compiled: Compiled) -> CudnnPagedExecutable:
         kernels = load_kernels(kernel_sources(descriptor, device), compiled, device)
-        return CudnnPagedExecutable(descriptor, device, load_plan(compiled.parts["graph"], device), kernels,
-                                    compiled.facts["config"]["graph_workspace_bytes"])
+        graph_bytes = compiled.facts["config"]["graph_workspace_bytes"]
+        names = tuple(kernel["name"] for kernel in compiled.facts["kernels"] if kernel["role"] == "graph")
+        graph = load_plan(compiled.parts["graph"], device, (FoldedShape.of(descriptor), descriptor.qk_dtype, graph_bytes, names))
+        return CudnnPagedExecutable(descriptor, device, graph, kernels, graph_bytes)
 
     def source_digest(self, descriptor: SparseBlockDescriptor, device: DeviceFacts) -> str:
         digest = hashlib.sha256(graph_source().encode())

@@ -7,15 +7,15 @@ not share one at a time, so a thread's handles go to later threads when it ends.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import re
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -114,30 +114,37 @@ def _build(cudnn: Any, graph: Any, device: DeviceFacts) -> CudnnPlan:
 class LoadedPlan:
     """A graph ready to execute on one device, which is present. Immutable; any thread may execute it, each on its own handle."""
 
-    def __init__(self, graph: Any, device: DeviceFacts, key: tuple[int | None, str]) -> None:
-        self._graph, self._device, self._key = graph, device, key
+    def __init__(self, graph: Any, device: DeviceFacts) -> None:
+        self._graph, self._device = graph, device
 
     def execute(self, buffers: dict[int, int], workspace: int, stream: int) -> None:
         """Launch on the device, which must be current. buffers: device pointers by tensor uid."""
         if torch.cuda.is_current_stream_capturing():
-            _captured[self._key] = self
+            _captured.add(self)
         self._graph.execute(buffers, workspace, handle=handle_for(self._device, stream))
 
 
-_captured: dict[tuple[int | None, str], LoadedPlan] = {}      # by device and blob, for the process's life: cuDNN may unload kernels with their graph
+_captured: set[LoadedPlan] = set()      # for the process's life: cuDNN may unload kernels with their graph
+_alive: WeakValueDictionary[Hashable, LoadedPlan] = WeakValueDictionary()       # by device and identity: so that few are captured
+_registering = threading.Lock()
 
 
-def load_plan(blob: bytes, device: DeviceFacts) -> LoadedPlan:
-    """The plan of a `CudnnPlan.blob` on `device`, which must be present. Raises what cuDNN does for a blob of another version or device."""
+def load_plan(blob: bytes, device: DeviceFacts, identity: Hashable) -> LoadedPlan:
+    """The plan of a `CudnnPlan.blob` on `device`, which must be present. Raises what cuDNN does for a blob of another version or device.
+
+    identity: what any two plans have in common that may stand in for each other; one that is alive does. Not their bytes: cuDNN
+    leaves addresses of its process in them, so that those of every build differ, and captured plans would pile up with the builds.
+    """
     import cudnn
-    key = (device.index, hashlib.sha256(blob).hexdigest())
-    if key in _captured:
-        return _captured[key]
+    key = (device.index, identity)
+    if (known := _alive.get(key)) is not None:
+        return known
     _preload_nvrtc()
     with torch.cuda.device(device.index):
         graph = cudnn.pygraph(handle=handle_for(device, 0))
         graph.deserialize(handle_for(device, 0), blob)
-    return LoadedPlan(graph, device, key)
+    with _registering:
+        return _alive.setdefault(key, LoadedPlan(graph, device))
 
 
 def _preload_nvrtc() -> None:
