@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bad_rows import WIDTH, assert_only_bad_rows_changed, break_row, clean_case, kinds_of
-from gpu_operations import busy_case, compiled_store, on_gpu
+from gpu_operations import busy_case, compiled_store, graph_of, on_gpu
 from oracle_paged import assert_close, paged_attention
 from paged_cases import PagedCase, by_query
 from paged_surface import drawn, table
@@ -223,6 +223,34 @@ def test_work_goes_to_the_callers_stream(engine, store):
         result = run(plan, case)
     stream.synchronize()
     check(result, case)
+
+
+# More items than the sm90 kernel's blocks take at once: the rest is drawn from a counter in the workspace.
+MANY_ITEMS = {
+    "wide": dict(batch=2, num_qo_heads=16, num_kv_heads=2, seq_len_q=1200, q_block_size=16),
+    "narrow": dict(batch=2, num_qo_heads=4, num_kv_heads=4, seq_len_q=400, q_block_size=8),
+    "trio": dict(batch=4, num_qo_heads=16, num_kv_heads=16, seq_len_q=400, q_block_size=8),
+}
+
+
+@pytest.mark.parametrize("kind", MANY_ITEMS)
+@pytest.mark.parametrize("mask_type", ["dense", "causal"])
+def test_more_items_than_the_device_takes_at_once(kind, mask_type, store):
+    if "sm90" not in KERNEL_ENGINES or device_facts("cuda").capability != (9, 0):
+        pytest.skip("of the sm90 engine")
+    case = on_gpu(busy_case("sm90", bits=False, mask_type=mask_type, max_seq_len_kv=1300, lens=None, **MANY_ITEMS[kind]))
+    plan = planned(store, case, "sm90")
+    config = plan.describe()["compiled"]["config"]
+    assert (config["chains"], config["consumers"]) == {"wide": (1, 2), "narrow": (1, 1), "trio": (3, 1)}[kind] and plan.workspace_bytes > 0
+    first = run(plan, case)
+    check(first, case)
+    outputs = [torch.empty_like(part) for part in first]
+    graph = graph_of(lambda: run(plan, case, out=outputs[0], lse=outputs[1]))
+    for _ in range(3):          # the counter starts anew
+        for part in outputs:
+            part.fill_(NAN)
+        graph.replay()
+        assert equal(tuple(outputs), first)
 
 
 # -- the public calls ---------------------------------------------------------------------------------

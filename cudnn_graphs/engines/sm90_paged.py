@@ -13,13 +13,14 @@ import torch
 from ..arguments import PagedArguments
 from ..descriptor import SparseBlockDescriptor
 from ..runtime.devices import DeviceFacts
-from ..runtime.launch import LoadedKernel
+from ..runtime.launch import LoadedKernel, zero_memory
 from ..runtime.nvrtc import KernelSource
 from .paged_launch import CUDA_TYPES, pack_params
 
 _SPLITS = (1, 2, 4, 8)          # blocks of a portable cluster
 _ROW_COST = 3                   # of an item, in key tiles: reading the list, first copies, the store
 _MAX_TENSOR_MAPS = 64           # kept per plan
+_COUNTER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Tile:
 
     consumers: int              # warpgroups of 64 packed query rows that share a row and its rings
     keys: int                   # of one K or V tile
-    key_stages: int             # tiles in the ring of K
+    key_stages: int             # tiles in the ring of K; 0: V of a tile takes the place of its K
     value_stages: int           # and of V
     queries_in_registers: bool
     blocks_per_sm: int = 1
@@ -53,7 +54,7 @@ class Tile:
 # Trio: three rows at a time in one block, for long lists of rows too small for wide tiles; at D 64 narrow was faster, 454 against 423 TFLOPS.
 WIDE = {64: Tile(2, 128, 6, 6, True), 128: Tile(2, 128, 3, 3, True), 256: Tile(2, 64, 2, 2, False)}
 NARROW = {64: Tile(1, 128, 3, 3, True, 2), 128: Tile(1, 64, 3, 3, True, 2), 256: Tile(1, 64, 3, 3, False)}
-TRIO = {128: Tile(1, 64, 1, 2, False, chains=3)}
+TRIO = {128: Tile(1, 64, 0, 3, False, chains=3)}
 WIDE_BOTH_MASKS = WIDE | {128: Tile(2, 128, 3, 3, False)}     # queries in registers too would spill
 _TRIO_ITEMS = 8             # for each chain: fewer leave too many chains idle at the end
 _WIDE_RATE, _NARROW_RATE = 680, 560     # TFLOPS measured at D 128 (P3, P2): narrow tiles read K and V from L2 twice as often
@@ -111,8 +112,8 @@ def _source(descriptor: SparseBlockDescriptor, tile: Tile, box: int) -> KernelSo
 using Plan = PagedPlan<{plan}>;
 static_assert(sizeof(PagedMemory<Plan>) * Plan::kChains <= {tile.smem_bytes(d)} && Plan::kThreads == {tile.threads}, "Tile and PagedPlan disagree");
 extern "C" __global__ void {cluster}__launch_bounds__({tile.threads}, {tile.blocks_per_sm}) {entry}(
-    const __grid_constant__ PagedParams p, const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values) {{
-    paged_attention<Plan>(p, keys, values);
+    const __grid_constant__ PagedParams p, const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, u32* drawn) {{
+    paged_attention<Plan>(p, keys, values, drawn);
 }}
 """
     return KernelSource(entry, text, threads=tile.threads, smem_bytes=tile.smem_bytes(d))
@@ -137,9 +138,8 @@ def encode_tensor_map(cache: torch.Tensor, box: int) -> bytes:
 
 
 class Sm90PagedDesign:
-    """One launch, whatever the split: the blocks of a cluster merge their shares through shared memory, so no workspace."""
-
-    workspace_bytes = 0
+    """One launch, whatever the split: the blocks of a cluster merge their shares through shared memory. The workspace is a counter,
+    from which chains draw their items where there may be more items than chains."""
 
     def __init__(self, descriptor: SparseBlockDescriptor, device: DeviceFacts, config: Tile | None = None) -> None:
         self.tile = config or choose_tile(descriptor, device)
@@ -147,6 +147,7 @@ class Sm90PagedDesign:
         self.kernels: Mapping[str, KernelSource] = {"attention": _source(descriptor, self.tile, self.box)}
         self.config: dict[str, Any] = asdict(self.tile) | {"rows": self.tile.rows, "box": self.box}
         self._slots = device.sm_count * self.tile.blocks_per_sm
+        self.workspace_bytes = _COUNTER_BYTES if self.tile.splits == 1 and _items(descriptor, self.tile) > self._slots * self.tile.chains else 0
         self._maps: dict[tuple[int, ...], tuple[bytes, bytes]] = {}     # dict operations are atomic: plans are shared by threads
 
     def _tensor_maps(self, k: torch.Tensor, v: torch.Tensor) -> tuple[bytes, bytes]:
@@ -165,7 +166,11 @@ class Sm90PagedDesign:
         m_tiles = -(-min(a.q_block_size, seq_len_q) * (num_qo_heads // num_kv_heads) // tile.rows)
         items = batch * num_kv_heads * (a.block_indptr.shape[2] - 1) * m_tiles
         blocks = min(-(-items // tile.chains), self._slots) if tile.splits == 1 else items * tile.splits
-        kernels["attention"].launch((blocks, 1, 1), (pack_params(a, num_splits=tile.splits), *self._tensor_maps(a.k, a.v)), stream)
+        drawn = workspace if tile.splits == 1 and items > blocks * tile.chains else 0
+        if drawn:
+            zero_memory(drawn, _COUNTER_BYTES, stream)
+        params = pack_params(a, num_splits=tile.splits), *self._tensor_maps(a.k, a.v), drawn.to_bytes(8, "little")
+        kernels["attention"].launch((blocks, 1, 1), params, stream)
 
 
 def design_sm90_paged(descriptor: SparseBlockDescriptor, device: DeviceFacts, config: Tile | None = None) -> Sm90PagedDesign:

@@ -68,6 +68,12 @@ class LoadedKernel:
         self._launch(self.function, *grid, self._threads, 1, 1, self._smem, stream, arguments.pointers_at, 0)
 
 
+def zero_memory(address: int, nbytes: int, stream: int) -> None:
+    """Fill device memory with zeros, in the order of the stream, whose device must be current."""
+    from cupy_backends.cuda.api import runtime
+    runtime.memsetAsync(address, 0, nbytes, stream)
+
+
 def _load_module(driver, image: bytes, device: int) -> int:
     key = (device, hashlib.sha256(image).hexdigest())
     with _lock:

@@ -108,8 +108,8 @@ private:
 
     // Q.K^T of the next tile, once its keys are there.
     DEVICE void issue_scores() {
-        barrier_wait(memory.keys_full[tile.key_slot()], tile.key_phase());
-        const u64 k = k_major_operand(smem_address(memory.keys[0])) + tile.key_slot() * operand_bytes(Plan::kTileBytes);
+        barrier_wait(memory.full[tile.key_slot()], tile.key_phase());
+        const u64 k = k_major_operand(smem_address(memory.ring[0])) + tile.key_slot() * operand_bytes(Plan::kTileBytes);
         u64 q = k_major_operand(smem_address(memory.queries[Plan::kConsumers == 1 ? 0 : threadIdx.x / 128]));
         asm volatile("" : "+l"(q));                 // else all of its sums with constants are kept, and spilled, across the loop
         wgmma_fence();
@@ -133,16 +133,16 @@ private:
         const bool masked = __any_sync(~0u, partial != Partial::kNo), clean = __any_sync(~0u, partial == Partial::kMaskAndClean);
         wgmma_wait<kPending>();
         keep_order(s);
-        release(memory.keys_empty[tile.key_slot()]);
+        release(memory.empty[tile.key_slot()]);
         if (!Plan::kQueriesInRegisters && last) release_queries();
         if (masked) mask();
         return clean;
     }
 
-    DEVICE void await_values(Cursor of) { barrier_wait(memory.values_full[of.slot()], of.phase()); }
+    DEVICE void await_values(Cursor of) { barrier_wait(memory.full[of.value_slot()], of.value_phase()); }
 
     DEVICE void issue_values(Cursor of) {
-        const u64 v = n_major_operand(smem_address(memory.values[0]), Plan::kColumnBytes) + of.slot() * operand_bytes(Plan::kTileBytes);
+        const u64 v = n_major_operand(smem_address(memory.ring[0]), Plan::kColumnBytes) + of.value_slot() * operand_bytes(Plan::kTileBytes);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kKeys / 16; ++k)
@@ -156,7 +156,7 @@ private:
         wgmma_wait<0>();
 #pragma unroll
         for (int c = 0; c < Plan::kChunks; ++c) keep_order(o[c]);
-        release(memory.values_empty[of.slot()]);
+        release(memory.empty[of.value_slot()]);
     }
 
     DEVICE void rescale_output() {
@@ -209,7 +209,7 @@ private:
         await_values(tile);
         const int index = thread_index_again(), thread = index % 128, lane = index % 32;
         const Sight<Plan> sight(p, row_notes(), row_of(index));
-        u8* values = memory.values[tile.slot()];
+        u8* values = memory.ring[tile.value_slot()];
         const bool mixed = clear_dead_values<Plan>(values, memory.notes[tile.at], sight, thread, kWarpgroupBarrier + index / 128);
         if (!Plan::kCausal || !__any_sync(~0u, mixed)) return;
         add_seen_values<Plan>(o, probabilities, values, lane);
@@ -222,13 +222,9 @@ private:
 template <typename Plan>
 DEVICE void init_barriers(PagedMemory<Plan>& memory) {
     constexpr int kConsumerWarps = 4 * Plan::kConsumers;
-    for (int i = 0; i < Plan::kKeyStages; ++i) {
-        barrier_init(memory.keys_full[i], 1);
-        barrier_init(memory.keys_empty[i], kConsumerWarps);
-    }
-    for (int i = 0; i < Plan::kValueStages; ++i) {
-        barrier_init(memory.values_full[i], 1);
-        barrier_init(memory.values_empty[i], kConsumerWarps);
+    for (int i = 0; i < Plan::kSlots; ++i) {
+        barrier_init(memory.full[i], 1);
+        barrier_init(memory.empty[i], kConsumerWarps);
     }
     for (int i = 0; i < Plan::kRowSlots; ++i) {
         barrier_init(memory.row_full[i], 1);
@@ -240,42 +236,59 @@ DEVICE void init_barriers(PagedMemory<Plan>& memory) {
     barrier_init(memory.queries_empty, kConsumerWarps);
 }
 
-// Items are dealt round over the chains of all blocks; a cluster takes one item at a time.
+// Every chain's first item is dealt. The others are drawn from a counter, where there is one: SMs differ in speed, and chains that
+// stay together in the order of items find each other's keys in L2 (P4: 28 GB read from memory, 68 when all items were dealt). A
+// cluster takes one item at a time.
 template <typename Plan>
 struct Schedule {
-    int first, step;
-    int items;                                      // of this chain
+    u32* drawn;                                     // zero at first; null: all items are dealt, round over the chains
+    int all, chains, next;
 
-    DEVICE Schedule(const PagedParams& p, int chain) {
-        const int all = p.batch * p.num_kv_heads * p.rows * WorkItem::items_per_row<Plan::kRows>(p), blocks = gridDim.x / Plan::kSplits;
-        first = chain * blocks + blockIdx.x / Plan::kSplits;
-        step = Plan::kChains * blocks;
-        items = ceil_div(all - first, step);
+    DEVICE Schedule(const PagedParams& p, u32* counter, int chain) : drawn(counter) {
+        all = p.batch * p.num_kv_heads * p.rows * WorkItem::items_per_row<Plan::kRows>(p);
+        const int blocks = gridDim.x / Plan::kSplits;
+        chains = Plan::kChains * blocks;
+        next = chain * blocks + blockIdx.x / Plan::kSplits;
     }
-    DEVICE WorkItem item(const PagedParams& p, int i) const { return WorkItem::of<Plan::kRows>(p, first + i * step); }
 
     template <typename Receiver>
-    DEVICE void plan(const PagedParams& p, PagedMemory<Plan>& memory, Receiver& receiver, int lane, int split) const {
+    DEVICE void plan(const PagedParams& p, PagedMemory<Plan>& memory, Receiver& receiver, int lane, int split) {
         Planner<Plan, Receiver> planner{p, memory, receiver, lane, split};
-        for (int i = 0; i < items; ++i) planner.plan(item(p, i));
+        for (; next < all; draw(lane)) {
+            planner.plan(WorkItem::of<Plan::kRows>(p, next));
+            planner.await_slot();                   // no item is drawn before its turn
+        }
         planner.finish();
+    }
+
+private:
+    DEVICE void draw(int lane) {
+        int turn = next;
+        if (drawn != nullptr) {
+            if (lane == 0) turn = i32(atomicAdd(drawn, 1));
+            turn = __shfl_sync(~0u, turn, 0);
+        }
+        next = turn + chains;
     }
 };
 
 // One chain: its copies, its plan and its queries have a warp or two each.
 template <typename Plan>
-DEVICE void produce_one(const PagedParams& p, const TensorMap& key_map, const TensorMap& value_map, PagedMemory<Plan>& memory, int thread, int split) {
-    const Schedule<Plan> schedule(p, 0);
+DEVICE void produce_one(const PagedParams& p, const TensorMap& key_map, const TensorMap& value_map, u32* drawn, PagedMemory<Plan>& memory, int thread,
+                        int split) {
     if (thread < 32) {
         KeyValueLoader<Plan> loader{p, key_map, value_map, memory, thread};
         load_what_is_sent(loader);
     } else if (thread < 64) {
         BatchSender<Plan> sender{memory, thread - 32};
-        schedule.plan(p, memory, sender, thread - 32, split);
+        Schedule<Plan>(p, drawn, 0).plan(p, memory, sender, thread - 32, split);
     } else {
-        for (int i = 0; i < schedule.items; ++i) {
-            barrier_wait(memory.queries_empty, ~i & 1);
-            gather_queries<Plan>(p, memory, schedule.item(p, i), thread - 64);
+        for (u32 item = 0;; ++item) {
+            barrier_wait(memory.row_full[item % Plan::kRowSlots], item / Plan::kRowSlots % 2);
+            const RowNotes& notes = memory.rows[item % Plan::kRowSlots];        // not given to another item before the queries are there
+            if (notes.tiles < 0) break;
+            barrier_wait(memory.queries_empty, ~item & 1);
+            gather_queries<Plan>(p, memory, notes.item, thread - 64);
             cp_async_wait<0>();
             fence_async_proxy();
             barrier_arrive(memory.queries_full);
@@ -285,11 +298,12 @@ DEVICE void produce_one(const PagedParams& p, const TensorMap& key_map, const Te
 
 // Several: a warp plans and copies for each.
 template <typename Plan>
-DEVICE void produce_several(const PagedParams& p, const TensorMap& key_map, const TensorMap& value_map, PagedMemory<Plan> (&memory)[Plan::kChains], int thread) {
+DEVICE void produce_several(const PagedParams& p, const TensorMap& key_map, const TensorMap& value_map, u32* drawn, PagedMemory<Plan> (&memory)[Plan::kChains],
+                            int thread) {
     const int chain = __shfl_sync(~0u, thread / 32, 0), lane = thread % 32;
     if (chain >= Plan::kChains) return;
     DelayedLoader<Plan> loader{{p, key_map, value_map, memory[chain], lane}};
-    Schedule<Plan>(p, chain).plan(p, memory[chain], loader, lane, 0);
+    Schedule<Plan>(p, drawn, chain).plan(p, memory[chain], loader, lane, 0);
 }
 
 template <typename Plan>
@@ -308,7 +322,7 @@ DEVICE void consume(const PagedParams& p, PagedMemory<Plan>& memory, int split) 
         if constexpr (Plan::kSplits == 1) {
             store_rows<Plan>(p, w, consumer.o, consumer.softmax, bad, row, lane);
         } else {
-            auto& partial = reinterpret_cast<PartialResult<Plan>&>(memory.keys);
+            auto& partial = reinterpret_cast<PartialResult<Plan>&>(memory.ring);
             named_barrier(kWarpgroupBarrier, 128);      // no warp's products still read keys
             publish_partial<Plan>(partial, w, consumer.o, consumer.softmax, bad, row, lane);
             cluster_barrier();
@@ -320,7 +334,7 @@ DEVICE void consume(const PagedParams& p, PagedMemory<Plan>& memory, int split) 
 }
 
 template <typename Plan>
-DEVICE void paged_attention(const PagedParams& p, const TensorMap& key_map, const TensorMap& value_map) {
+DEVICE void paged_attention(const PagedParams& p, const TensorMap& key_map, const TensorMap& value_map, u32* drawn) {
     extern __shared__ __align__(1024) u8 raw_memory[];
     auto& memory = *reinterpret_cast<PagedMemory<Plan>(*)[Plan::kChains]>(raw_memory);
     if (threadIdx.x == 0) {
@@ -334,8 +348,8 @@ DEVICE void paged_attention(const PagedParams& p, const TensorMap& key_map, cons
     if (threadIdx.x >= Plan::kConsumerThreads) {
         if constexpr (Plan::kMovesRegisters) lower_registers<Plan::kProducerRegisters>();
         const int thread = threadIdx.x - Plan::kConsumerThreads;
-        if constexpr (Plan::kChains == 1) produce_one<Plan>(p, key_map, value_map, memory[0], thread, split);
-        else produce_several<Plan>(p, key_map, value_map, memory, thread);
+        if constexpr (Plan::kChains == 1) produce_one<Plan>(p, key_map, value_map, drawn, memory[0], thread, split);
+        else produce_several<Plan>(p, key_map, value_map, drawn, memory, thread);
         if constexpr (Plan::kSplits > 1) {
             cluster_barrier();
             cluster_barrier();

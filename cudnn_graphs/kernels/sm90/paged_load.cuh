@@ -90,10 +90,12 @@ struct Planner {
         const int begin = int(i64(tiles) * split / Plan::kSplits), end = int(i64(tiles) * (split + 1) / Plan::kSplits);
         announce({w, end - begin, reader.row.length, reader.row.bad, reader.sees_first, reader.sees_last});
         for (int tile = begin; tile < end; tile += kTiles)
-            hand_over(w.h, min(end - tile, kTiles), reader.read(tile * Plan::kBoxes + lane));
-        if (begin >= end) receiver.take({0});       // what is held back must not wait for this item's tiles: it has none
+            hand_over(w.h, min(end - tile, kTiles), tile + kTiles >= end, reader.read(tile * Plan::kBoxes + lane));
+        if (begin >= end) receiver.take({0, 0, true});       // what is held back must not wait for this item's tiles: it has none
         row_at.advance();
     }
+    // Until there is room for another item.
+    DEVICE void await_slot() { barrier_wait(memory.row_empty[row_at.slot()], row_at.phase() ^ 1); }
     DEVICE void finish() {
         announce({WorkItem(), -1});
         receiver.take({-1});
@@ -103,7 +105,7 @@ private:
     static constexpr int kTiles = 32 / Plan::kBoxes;
 
     DEVICE void announce(const RowNotes& notes) {
-        barrier_wait(memory.row_empty[row_at.slot()], row_at.phase() ^ 1);
+        await_slot();
         if (lane == 0) {
             memory.rows[row_at.slot()] = notes;
             barrier_arrive(memory.row_full[row_at.slot()]);
@@ -111,11 +113,11 @@ private:
         __syncwarp();                               // other lanes may mark the row bad, from here on
     }
 
-    DEVICE void hand_over(int head, int tiles, const Box& box) {
+    DEVICE void hand_over(int head, int tiles, bool ends, const Box& box) {
         const u32 masked = __ballot_sync(~0u, !box.full);
         const u32 cleaned = __ballot_sync(~0u, !box.full && box.token != kNoToken);
         if (box.bad) memory.rows[row_at.slot()].bad = 1;
-        receiver.take({tiles, head, masked, cleaned, box.token, box.page});
+        receiver.take({tiles, head, ends, masked, cleaned, box.token, box.page});
     }
 };
 
@@ -132,7 +134,8 @@ struct BatchSender {
         ++batches;
         mailbox.token[lane] = batch.token;
         mailbox.page[lane] = batch.page;
-        if (lane == 0) mailbox.tiles = batch.tiles, mailbox.head = batch.head, mailbox.masked = batch.masked, mailbox.cleaned = batch.cleaned;
+        if (lane == 0) mailbox.tiles = batch.tiles, mailbox.head = batch.head, mailbox.ends = batch.ends;
+        if (lane == 0) mailbox.masked = batch.masked, mailbox.cleaned = batch.cleaned;
         __syncwarp();
         if (lane == 0) barrier_arrive(memory.batch_full);
     }
@@ -146,34 +149,50 @@ struct KeyValueLoader {
     const TensorMap& value_map;
     PagedMemory<Plan>& memory;
     int lane;
-    TileCursor<Plan> at{};
+    TileCursor<Plan> at{};                          // whose keys are next
+    int slot_before = 0, page_before = 0;           // of the batch before, whose last tile's values are not copied yet
+    bool owes_values = false;
 
-    // Coordinates outside the tensor, where there is nothing to load, make zeros.
+    // K of a tile goes ahead of V of the one before, for which it may have to wait longer. Coordinates outside the tensor,
+    // where there is nothing to load, make zeros.
     DEVICE void load(const BoxBatch& batch) {
         const int slot = batch.token % p.page_size, page = batch.token == kNoToken ? -1 : batch.page;
         for (int i = 0; i < batch.tiles; ++i) {
             const u32 members = kTileMask << (i * Plan::kBoxes);
-            const bool mine = members >> lane & 1;
-            barrier_wait(memory.keys_empty[at.key_slot()], at.key_phase() ^ 1);
-            TileNotes<Plan::kBoxes>& notes = memory.notes[at.at];
-            if (mine) notes.token[lane % Plan::kBoxes] = batch.token;
-            if (lane == 0) notes.partial = (batch.cleaned & members) != 0 ? Partial::kMaskAndClean : (batch.masked & members) != 0 ? Partial::kMask : Partial::kNo;
-            __syncwarp();
-            copy(memory.keys[at.key_slot()], key_map, memory.keys_full[at.key_slot()], mine, slot, batch.head, page);
-            barrier_wait(memory.values_empty[at.slot()], at.phase() ^ 1);
-            copy(memory.values[at.slot()], value_map, memory.values_full[at.slot()], mine, slot, batch.head, page);
+            load_keys(batch, members, slot, page);
+            if (i > 0) load_values(members >> Plan::kBoxes, slot, batch.head, page);
+            else if (owes_values) load_values(kTileMask << (32 - Plan::kBoxes), slot_before, batch.head, page_before);
             at.advance();
         }
+        if (batch.tiles <= 0) return;
+        if (batch.ends) load_values(kTileMask << ((batch.tiles - 1) * Plan::kBoxes), slot, batch.head, page);
+        slot_before = slot, page_before = page, owes_values = !batch.ends;
     }
 
 private:
     static constexpr u32 kTileMask = (1u << Plan::kBoxes) - 1;
 
-    DEVICE void copy(u8* tile, const TensorMap& map, u64& full, bool mine, int slot, int head, int page) {
+    DEVICE void load_keys(const BoxBatch& batch, u32 members, int slot, int page) {
+        barrier_wait(memory.empty[at.key_slot()], at.key_phase() ^ 1);
+        TileNotes<Plan::kBoxes>& notes = memory.notes[at.at];
+        if (members >> lane & 1) notes.token[lane % Plan::kBoxes] = batch.token;
+        if (lane == 0) notes.partial = (batch.cleaned & members) != 0 ? Partial::kMaskAndClean : (batch.masked & members) != 0 ? Partial::kMask : Partial::kNo;
+        __syncwarp();
+        copy(at.key_slot(), key_map, members, slot, batch.head, page);
+    }
+    // Of the tile before the one at `at`.
+    DEVICE void load_values(u32 members, int slot, int head, int page) {
+        const TileCursor<Plan> before = at.before();
+        barrier_wait(memory.empty[before.value_slot()], before.value_phase() ^ 1);
+        copy(before.value_slot(), value_map, members, slot, head, page);
+    }
+
+    DEVICE void copy(int to_slot, const TensorMap& map, u32 members, int slot, int head, int page) {
+        u64& full = memory.full[to_slot];
         if (lane == 0) barrier_arrive_expect(full, Plan::kTileBytes);
         __syncwarp();
-        if (mine) {
-            const u32 to = smem_address(tile) + lane % Plan::kBoxes * Plan::kBox * 128;
+        if (members >> lane & 1) {
+            const u32 to = smem_address(memory.ring[to_slot]) + lane % Plan::kBoxes * Plan::kBox * 128;
 #pragma unroll
             for (int half = 0; half < Plan::kHalves; ++half) load_box(to + half * Plan::kColumnBytes, map, full, 64 * half, slot, head, page);
         }
@@ -187,7 +206,8 @@ DEVICE void load_what_is_sent(KeyValueLoader<Plan>& loader) {
     BatchMailbox& mailbox = loader.memory.batch;
     for (u32 phase = 0;; phase ^= 1) {
         barrier_wait(loader.memory.batch_full, phase);
-        const BoxBatch batch = {mailbox.tiles, mailbox.head, mailbox.masked, mailbox.cleaned, mailbox.token[loader.lane], mailbox.page[loader.lane]};
+        const BoxBatch batch = {mailbox.tiles, mailbox.head, mailbox.ends != 0, mailbox.masked, mailbox.cleaned,
+                                mailbox.token[loader.lane], mailbox.page[loader.lane]};
         __syncwarp();
         if (loader.lane == 0) barrier_arrive(loader.memory.batch_empty);
         if (batch.tiles < 0) return;

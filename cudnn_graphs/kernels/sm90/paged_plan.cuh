@@ -2,8 +2,8 @@
 //
 // A block runs kChains rows at a time, independent of each other. A chain has kConsumers warpgroups of 64 packed
 // query rows each (packed row m of a sparse row: query token m / group, head m % group), and two rings, of K and of V tiles
-// of kKeys keys. Producer warps of all chains lie behind the consumers. A tile is made of boxes: kBox keys that are
-// neighbours in one page and in one KV block, the unit of copies, of masks and of guards.
+// of kKeys keys, or one in which a tile's V takes the place of its K. Producer warps of all chains lie behind the consumers.
+// A tile is made of boxes: kBox keys that are neighbours in one page and in one KV block, the unit of copies, of masks and of guards.
 #pragma once
 #include "common/paged_params.cuh"
 #include "sm90/hopper.cuh"
@@ -13,7 +13,7 @@ template <typename ElementT, int kHeadDimT, int kConsumersT, int kChainsT, int k
 struct PagedPlan {
     using Element = ElementT;
     static constexpr int kHeadDim = kHeadDimT, kConsumers = kConsumersT, kChains = kChainsT, kKeys = kKeysT, kBox = kBoxT;
-    static constexpr int kKeyStages = kKeyStagesT, kValueStages = kValueStagesT;   // tiles in the rings
+    static constexpr int kKeyStages = kKeyStagesT, kValueStages = kValueStagesT;   // tiles in the rings; 0: V follows K in its slot
     static constexpr bool kCausal = kCausalT, kBits = kBitsT;
     static constexpr bool kQueriesInRegisters = kQueriesInRegistersT;   // A of Q.K^T: spares shared memory a third of its reads
     static constexpr int kSplits = kSplitsT;                            // blocks of a cluster that share one row's list
@@ -37,6 +37,7 @@ struct PagedPlan {
     static constexpr int kProducerRegisters = 56;
     static constexpr int kConsumerRegisters = (kLaunchRegisters * kWarpgroups - kProducerRegisters) / (kWarpgroups - 1) / 8 * 8;
 
+    static constexpr int kSlots = kKeyStages + kValueStages;
     static constexpr int kBoxes = kKeys / kBox;                         // boxes of a tile
     static constexpr int kHalves = kHeadDim / 64;                       // 128-byte columns of a tile
     static constexpr int kColumnBytes = kKeys * 128;                    // one such column of K or V
@@ -48,7 +49,7 @@ struct PagedPlan {
 
     // A tile's notes outlive its keys, whose slot may be filled again while they are read: twice as many slots.
     static constexpr int kNotes = 2 * kValueStages;
-    static_assert(kValueStages >= 2 && (kKeyStages == kValueStages || kKeyStages == 1) && kKeys % kBox == 0 && kBox >= 8 && (kKeys == 64 || kKeys == 128));
+    static_assert(kValueStages >= 2 && (kKeyStages == kValueStages || kKeyStages == 0) && kKeys % kBox == 0 && kBox >= 8 && (kKeys == 64 || kKeys == 128));
     static_assert(kSplits == 1 || (kConsumers == 1 && kChains == 1));
     static_assert(kChains == 1 || (kChains <= 4 && kConsumers == 1));
 
@@ -111,6 +112,7 @@ struct PartialResult {
 struct BoxBatch {
     i32 tiles;                                      // that these boxes make; < 0: there are no more items
     i32 head;
+    bool ends;                                      // the item's last
     u32 masked, cleaned;                            // bit i: tiles with box i need it
     u32 token;                                      // kNoToken: nothing to load
     i32 page;
@@ -118,7 +120,7 @@ struct BoxBatch {
 
 // The same in shared memory, between two warps.
 struct BatchMailbox {
-    i32 tiles, head;
+    i32 tiles, head, ends;
     u32 masked, cleaned;
     u32 token[32];
     i32 page[32];
@@ -137,10 +139,8 @@ struct RowNotes {
 template <typename Plan>
 struct alignas(1024) PagedMemory {
     u8 queries[Plan::kConsumers][Plan::kQueryBytes];
-    u8 keys[Plan::kKeyStages][Plan::kTileBytes];
-    u8 values[Plan::kValueStages][Plan::kTileBytes];
-    u64 keys_full[Plan::kKeyStages], keys_empty[Plan::kKeyStages];
-    u64 values_full[Plan::kValueStages], values_empty[Plan::kValueStages];
+    u8 ring[Plan::kSlots][Plan::kTileBytes];        // K's slots, then V's
+    u64 full[Plan::kSlots], empty[Plan::kSlots];
     u64 queries_full, queries_empty;
     u64 row_full[Plan::kRowSlots], row_empty[Plan::kRowSlots];
     u64 batch_full, batch_empty;
@@ -149,11 +149,13 @@ struct alignas(1024) PagedMemory {
     TileNotes<Plan::kBoxes> notes[Plan::kNotes];
 };
 
-// Where a tile stands in both rings; its notes lie at `at`.
+// Where a tile stands; its notes lie at `at`. A slot that K and V share is filled and emptied twice a trip: phase 0 is K's.
 template <typename Plan>
 struct TileCursor : RingCursor<Plan::kValueStages> {
-    DEVICE int key_slot() const { return Plan::kKeyStages == 1 ? 0 : this->slot(); }
-    DEVICE u32 key_phase() const { return Plan::kKeyStages == 1 ? this->at % 2 : this->phase(); }
+    DEVICE int key_slot() const { return this->slot(); }
+    DEVICE int value_slot() const { return Plan::kKeyStages + this->slot(); }
+    DEVICE u32 key_phase() const { return Plan::kKeyStages == 0 ? 0 : this->phase(); }
+    DEVICE u32 value_phase() const { return Plan::kKeyStages == 0 ? 1 : this->phase(); }
     DEVICE TileCursor before() const { return {RingCursor<Plan::kValueStages>::before()}; }
 };
 
