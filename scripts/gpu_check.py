@@ -1,8 +1,9 @@
 """Prove the kernels on this machine's GPU: run the gpu-marked tests, compute-sanitizer and the benchmark, write tests/gpu_report.json.
 
-    python scripts/gpu_check.py [tests] [sanitizer] [bench] [sharded]      all when none is named
+    python scripts/gpu_check.py [tests] [sanitizer] [bench] [sharded] [soak [--soak-minutes 10]]      all but soak when none is named
 
-`sharded` (scripts/bench_sharded.py) needs two GPUs, as some of the tests do, and is left out with fewer.
+`sharded` (scripts/bench_sharded.py) needs two GPUs, as some of the tests do, and is left out with fewer. `soak` (scripts/soak.py)
+needs a GPU to itself.
 Each section of the report holds the digests of the sources it was made from, so sections can be made in separate runs.
 """
 
@@ -69,9 +70,9 @@ def run_sanitizer() -> dict[str, Any]:
     return {"exit_code": max(abs(s["exit_code"]) for s in scripts.values()), "scripts": scripts}
 
 
-def _finished(process: subprocess.Popen[str]) -> dict[str, Any]:
+def _finished(process: subprocess.Popen[str], seconds: float = 120) -> dict[str, Any]:
     try:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)      # the tool and the program under it, which holds the pipe
         output, _ = process.communicate()
@@ -88,17 +89,21 @@ def run_bench(keep: Keep) -> dict[str, Any]:
 
 
 def run_sharded() -> dict[str, Any]:
+    return _run_script("bench_sharded.py", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def run_soak(minutes: float) -> dict[str, Any]:
+    return _run_script("soak.py", options=("--minutes", str(minutes)), seconds=60 * minutes + 120)
+
+
+def _run_script(name: str, *runner: str, options: tuple[str, ...] = (), seconds: float = 120) -> dict[str, Any]:
+    """What scripts/`name` writes to --json, and how it ended."""
     with tempfile.TemporaryDirectory() as directory:
-        said = Path(directory) / "sharded.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "scripts" / "bench_sharded.py")]
-        process = subprocess.Popen([*command, "--json", str(said)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=directory,
-                                   start_new_session=True)
-        ended = _finished(process)
-        return (json.loads(said.read_text()) if said.exists() else {}) | ended
-
-
-SECTIONS: dict[str, Callable[[Keep], dict[str, Any]]] = {"tests": lambda keep: run_tests(), "sanitizer": lambda keep: run_sanitizer(), "bench": run_bench,
-                                                         "sharded": lambda keep: run_sharded()}
+        said = Path(directory) / "said.json"
+        command = [sys.executable, *runner, str(ROOT / "scripts" / name), *options, "--json", str(said)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=directory, start_new_session=True)
+        ended = _finished(process, seconds)
+        return (json.loads(said.read_text() or "{}") if said.exists() else {}) | ended
 
 
 def write_section(name: str, section: dict[str, Any]) -> None:
@@ -116,10 +121,15 @@ def write_section(name: str, section: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", help=f"any of {', '.join(SECTIONS)}")
-    wanted = parser.parse_args().sections or list(SECTIONS)
-    if unknown := set(wanted) - set(SECTIONS):
-        sys.exit(f"gpu_check: got {sorted(unknown)}; need any of {', '.join(SECTIONS)}; name none to run all")
+    parser.add_argument("sections", nargs="*", help="any of tests, sanitizer, bench, sharded, soak")
+    parser.add_argument("--soak-minutes", type=float, default=10)
+    options = parser.parse_args()
+    sections: dict[str, Callable[[Keep], dict[str, Any]]] = {
+        "tests": lambda keep: run_tests(), "sanitizer": lambda keep: run_sanitizer(), "bench": run_bench, "sharded": lambda keep: run_sharded(),
+        "soak": lambda keep: run_soak(options.soak_minutes)}
+    wanted = options.sections or [name for name in sections if name != "soak"]
+    if unknown := set(wanted) - set(sections):
+        sys.exit(f"gpu_check: got {sorted(unknown)}; need any of {', '.join(sections)}; name none to run all but soak")
     if not torch.cuda.is_available():
         sys.exit("gpu_check: got no CUDA device; need one; run it on a machine with a GPU")
     from cudnn_graphs.runtime.environment import versions
@@ -133,7 +143,7 @@ def main() -> int:
         def keep(part: dict[str, Any], name: str = name, section: dict[str, Any] = section) -> None:
             write_section(name, section | part)
 
-        done = SECTIONS[name](keep)
+        done = sections[name](keep)
         keep(done)
         failed |= done["exit_code"] != 0
     return int(failed)

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 from gpu_sources import REPORT, ROOT, pending, source_digests
 
-SECTIONS = ("tests", "sanitizer", "bench", "sharded")
+SECTIONS = ("tests", "sanitizer", "bench", "sharded", "soak")
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -79,6 +79,15 @@ def test_the_split_cache_was_right_and_larger_than_one_gpu():
     sharded = report["sharded"]
     assert sharded["exit_code"] == 0, sharded.get("output")
     assert {w["workload"] for w in sharded["workloads"]} == {"P6", "P6 x 4"} and sharded["large"]["cache_of_gpus"] >= 1.69
+
+
+def test_the_soak_ended_without_growth():
+    report = json.loads(REPORT.read_text())
+    if "soak" not in report and "soak" in pending():
+        pytest.skip(pending()["soak"])
+    soak = report["soak"]
+    assert soak["exit_code"] == 0 and soak["wrong"] == [], soak.get("output")
+    assert soak["samples"][-1]["seconds"] >= 240 and soak["replays"] > 1000
 
 
 def test_pending_names_only_what_there_is_with_a_reason():
