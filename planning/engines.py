@@ -32,10 +32,10 @@ def engine_named(name: str) -> Engine:
                      "bitmap/packed": design_portable_qsa, "token_ids/packed": design_portable_qsa}
         return AskingKernelEngine(name, designers, {"padded/strided": ask_cudnn})
     if name == "sm90":
-        from ..engines.sm90_paged import design_sm90_paged
+        from ..engines.sm90_paged import Sm90PagedDesign
         from ..engines.sm90_qsa import design_sm90_qsa
         from ..engines.sm90_sage import design_sm90_sage
-        designers = {"csr/paged": design_sm90_paged, "padded/strided": cast(Designer, design_sm90_sage),
+        designers = {"csr/paged": Sm90PagedDesign, "padded/strided": cast(Designer, design_sm90_sage),
                      "bitmap/packed": design_sm90_qsa, "token_ids/packed": design_sm90_qsa}
         return AskingKernelEngine(name, designers, {"padded/strided": ask_cudnn})
     raise ValueError(f"engine: got {name!r}; need an engine of the support table; see cudnn_graphs.planning.support.ENGINES")

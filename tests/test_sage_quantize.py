@@ -67,6 +67,8 @@ def test_interleaved_slots_hold_the_tokens_that_the_specification_lists():
     interleaved = interleaved_order(tokens)
     assert interleaved[0].tolist() == [16 * g + t for g in range(3) for t in SLOT_TOKENS]
     assert torch.equal(natural_order(interleaved), tokens)
+    channels_last = tokens.repeat(3, 1).mT.contiguous().mT         # as V may lie on its way through the CPU quantizer
+    assert not channels_last.is_contiguous() and torch.equal(interleaved_order(channels_last), interleaved.repeat(3, 1))
     _, natural = quantized()
     _, other = quantized(v_layout="interleaved16")
     assert torch.equal(natural_order(other[2].view(torch.uint8)), natural[2].view(torch.uint8))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from ..runtime.devices import DeviceFacts
 from ..runtime.launch import LoadedKernel, zero_memory
 from ..runtime.nvrtc import KernelSource
 from .paged_launch import CUDA_TYPES, pack_params
+from .tensor_maps import encode_tensor_map
 
 _SPLITS = (1, 2, 4, 8)          # blocks of a portable cluster
 _ROW_COST = 3                   # of an item, in key tiles: reading the list, first copies, the store
@@ -119,26 +119,19 @@ extern "C" __global__ void {cluster}__launch_bounds__({tile.threads}, {tile.bloc
     return KernelSource(entry, text, threads=tile.threads, smem_bytes=tile.smem_bytes(d))
 
 
-def encode_tensor_map(cache: torch.Tensor, box: int) -> bytes:
-    """The 128 bytes by which the copy engine finds boxes of `box` tokens x 64 elements in K or V `[P, Hkv, page, D]`."""
-    from cuda.bindings import driver as cuda
+def cache_map(cache: torch.Tensor, box: int) -> bytes:
+    """Boxes of `box` tokens x 64 elements in K or V `[P, Hkv, page, D]`."""
     pages, heads, page_size, head_dim = cache.shape
     page_stride = cache.stride(0) if pages > 1 else heads * page_size * head_dim
-    types = cuda.CUtensorMapDataType
-    status, tensor_map = cuda.cuTensorMapEncodeTiled(
-        types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if cache.dtype is torch.bfloat16 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, cache.data_ptr(),
-        [cuda.cuuint64_t(n) for n in (head_dim, page_size, heads, pages)],
-        [cuda.cuuint64_t(2 * n) for n in (head_dim, page_size * head_dim, page_stride)],
-        [cuda.cuuint32_t(n) for n in (64, box, 1, 1)], [cuda.cuuint32_t(1)] * 4,
-        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B, cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
-    if status != cuda.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"tensor map: got {status} for a cache of shape {tuple(cache.shape)}, strides {cache.stride()}; need 16-byte aligned pages")
-    return ctypes.string_at(tensor_map.getPtr(), 128)
+    element = "BFLOAT16" if cache.dtype is torch.bfloat16 else "FLOAT16"
+    return encode_tensor_map(element, cache.data_ptr(), (head_dim, page_size, heads, pages), (2 * head_dim, 2 * page_size * head_dim, 2 * page_stride),
+                             (64, box, 1, 1), swizzle=128, l2_promotion=256)
 
 
 class Sm90PagedDesign:
-    """One launch, whatever the split: the blocks of a cluster merge their shares through shared memory. The workspace is a counter,
+    """Serves any descriptor of kind csr/paged; `config` overrides the tile, for tuning.
+
+    One launch, whatever the split: the blocks of a cluster merge their shares through shared memory. The workspace is a counter,
     from which chains draw their items where there may be more items than chains."""
 
     def __init__(self, descriptor: SparseBlockDescriptor, device: DeviceFacts, config: Tile | None = None) -> None:
@@ -156,7 +149,7 @@ class Sm90PagedDesign:
         if maps is None:
             if len(self._maps) >= _MAX_TENSOR_MAPS:
                 self._maps.clear()
-            maps = self._maps[key] = encode_tensor_map(k, self.box), encode_tensor_map(v, self.box)
+            maps = self._maps[key] = cache_map(k, self.box), cache_map(v, self.box)
         return maps
 
     def launch(self, kernels: Mapping[str, LoadedKernel], arguments: PagedArguments, workspace: int, stream: int) -> None:
@@ -171,8 +164,3 @@ class Sm90PagedDesign:
             zero_memory(drawn, _COUNTER_BYTES, stream)
         params = pack_params(a, num_splits=tile.splits), *self._tensor_maps(a.k, a.v), drawn.to_bytes(8, "little")
         kernels["attention"].launch((blocks, 1, 1), params, stream)
-
-
-def design_sm90_paged(descriptor: SparseBlockDescriptor, device: DeviceFacts, config: Tile | None = None) -> Sm90PagedDesign:
-    """The design that serves any descriptor of kind csr/paged. `config` overrides the tile for tuning."""
-    return Sm90PagedDesign(descriptor, device, config)

@@ -13,9 +13,12 @@ from ..runtime.devices import DeviceFacts
 from ..runtime.launch import LoadedKernel
 from ..runtime.nvrtc import KernelSource
 from .sage_launch import pack_params
+from .tensor_maps import encode_tensor_map
 
 THREADS, CONSUMERS, STAGES = 512, 3, 2                  # SagePlan of kernels/sm90/sage_plan.cuh
 SMEM_BYTES = CONSUMERS * ((1 + 4 * STAGES) * 8192 + 2 * STAGES * 512) + 4096    # SageMemory
+
+_encode = functools.partial(encode_tensor_map, "UINT8", l2_promotion=128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +56,11 @@ extern "C" __global__ void __launch_bounds__({THREADS}, 1) {entry}(const __grid_
 def rows_map(pointer: int, rows: int, permuted: bool) -> bytes:
     """Q or K of all heads as rows of 128 bytes; a box is 64 rows from any row on, permuted for natural V as SageTile says."""
     if not permuted:
-        return _encode(pointer, (128, rows), (128,), (128, 64), 128)
-    return _encode(pointer, (128, rows, 4, 2, 4), (128, 4 * 128, 2 * 128, 16 * 128), (128, 2, 4, 2, 4), 128)
+        return _encode(pointer, (128, rows), (128,), (128, 64), swizzle=128)
+    return _encode(pointer, (128, rows, 4, 2, 4), (128, 4 * 128, 2 * 128, 16 * 128), (128, 2, 4, 2, 4), swizzle=128)
 
 
 @functools.lru_cache(maxsize=1024)
 def channels_map(pointer: int, heads: int, padded: int) -> bytes:
     """V of all heads as rows of `padded` tokens; a box is one block of 64 tokens, all 128 channels."""
-    return _encode(pointer, (padded, heads * 128), (padded,), (64, 128), 64)
-
-
-def _encode(pointer: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int) -> bytes:
-    """A tensor map over bytes. strides: of every dimension but the first."""
-    from cuda.bindings import driver as cuda
-    as_u64, as_u32 = cuda.cuuint64_t, cuda.cuuint32_t
-    status, tensor_map = cuda.cuTensorMapEncodeTiled(
-        cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, len(dims), pointer, [as_u64(d) for d in dims], [as_u64(s) for s in strides],
-        [as_u32(b) for b in box], [as_u32(1)] * len(dims), cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B"), cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-        cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
-    if status != cuda.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"tensor map: got {dims} with strides {strides} at {pointer:#x}; need one the driver encodes; {status}")
-    return b"".join(int(word).to_bytes(8, "little") for word in tensor_map.opaque)
+    return _encode(pointer, (padded, heads * 128), (padded,), (64, 128), swizzle=64)

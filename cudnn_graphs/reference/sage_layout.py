@@ -10,7 +10,7 @@ V_LAYOUTS = ("natural", "interleaved16")
 
 def _permuted(v: torch.Tensor, order: list[int]) -> torch.Tensor:
     groups = v.reshape(*v.shape[:-1], v.shape[-1] // 16, 16)
-    return groups[..., torch.tensor(order, device=v.device)].view(v.shape)
+    return groups[..., torch.tensor(order, device=v.device)].reshape(v.shape)
 
 
 def natural_order(v: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ DEVICE void sage_attention(const SageParams& p, const SageMaps& maps) {
         prefetch_tensor_map(maps.values);
     }
     if (!kLse) {
-        for (auto& lane : memory.lanes) lane.set_ones(threadIdx.x, SagePlan::kThreads);
+        for (auto& shared : memory.pairs) shared.set_ones(threadIdx.x, SagePlan::kThreads);
         fence_async_proxy();
     }
     barrier_init_fence();
@@ -24,13 +24,13 @@ DEVICE void sage_attention(const SageParams& p, const SageMaps& maps) {
     if (warpgroup == 0) {
         lower_registers<SagePlan::kProducerRegisters>();
         if (warp < SagePlan::kConsumers) {
-            SageProducer<kInterleaved> producer{p, maps, memory.lanes[warp], memory.signals[warp]};
+            SageProducer<kInterleaved> producer{p, maps, memory.pairs[warp], memory.signals[warp]};
             for (u32 n = 0; row_index(n, warp) < rows; ++n) producer.load_row(SageItem(p, i32(row_index(n, warp))));
         }
     } else {
         raise_registers<SagePlan::kConsumerRegisters>();
         const int pair = warpgroup - 1;
-        SageConsumer<kInterleaved, kLse> consumer{p, memory.lanes[pair], memory.signals[pair], pair};
+        SageConsumer<kInterleaved, kLse> consumer{p, memory.pairs[pair], memory.signals[pair], pair};
         while (row_index(consumer.rows, pair) < rows) consumer.attend_row();
     }
 }

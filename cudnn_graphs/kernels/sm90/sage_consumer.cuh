@@ -10,7 +10,7 @@ template <bool kInterleaved, bool kLse>
 struct SageConsumer {
     using Scores = i32[16][4];
     const SageParams& p;
-    SageLane& lane;
+    SagePair& shared;
     SageSignals& signals;
     const int index;                                    // among the block's consumers
     const int thread = threadIdx.x % 128;
@@ -80,8 +80,8 @@ struct SageConsumer {
         else softmax.exponentiate<false, kLse>(a, s, scale);
         barrier_wait(signals.values_full[slot()], phase());
         if (__builtin_expect(partial, false)) {
-            clear_invisible<kInterleaved>(lane.values[slot()][0], recomputed(thread), note.valid[0]);
-            clear_invisible<kInterleaved>(lane.values[slot()][1], recomputed(thread), note.valid[1]);
+            clear_invisible<kInterleaved>(shared.values[slot()][0], recomputed(thread), note.valid[0]);
+            clear_invisible<kInterleaved>(shared.values[slot()][1], recomputed(thread), note.valid[1]);
             fence_async_proxy();
             named_barrier(1 + index, 128);
         }
@@ -92,7 +92,7 @@ struct SageConsumer {
     }
 
     DEVICE void start_scores(Scores& s) const {
-        const u64 q = k_major_operand(smem_address(lane.queries)), k = k_major_operand(smem_address(lane.keys[slot()]));
+        const u64 q = k_major_operand(smem_address(shared.queries)), k = k_major_operand(smem_address(shared.keys[slot()]));
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kSageDim / 32; ++step) {
@@ -106,11 +106,11 @@ struct SageConsumer {
     DEVICE void add_values(const u32 (&a)[4][4]) {
         constexpr int kColumns = kLse ? kSageDim : kSageDim + 8;
         float c[kColumns / 8][4];
-        const u64 v = narrow_operand(smem_address(lane.values[slot()]));
+        const u64 v = narrow_operand(smem_address(shared.values[slot()]));
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-            const u64 keys = v + operand_bytes(step / 2 * sizeof(lane.values[0][0]) + step % 2 * 32);
+            const u64 keys = v + operand_bytes(step / 2 * sizeof(shared.values[0][0]) + step % 2 * 32);
             if (step == 0) wgmma_e4m3<kColumns, true>(c, a[step], keys);
             else wgmma_e4m3<kColumns, false>(c, a[step], keys);
         }

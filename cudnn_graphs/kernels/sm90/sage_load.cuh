@@ -17,7 +17,7 @@ template <bool kInterleaved>
 struct SageProducer {
     const SageParams& p;
     const SageMaps& maps;
-    SageLane& lane;
+    SagePair& shared;
     SageSignals& signals;
     u32 rows = 0, steps = 0;    // loaded so far
 
@@ -30,7 +30,7 @@ struct SageProducer {
         __syncwarp();
         if (elected()) {
             barrier_arrive_expect(signals.queries_full, SagePlan::kTileBytes);
-            load_box(smem_address(lane.queries), maps.queries, signals.queries_full, 0, item.head * p.seq_len_q + item.row * kSageBlock);
+            load_box(smem_address(shared.queries), maps.queries, signals.queries_full, 0, item.head * p.seq_len_q + item.row * kSageBlock);
         }
         ++rows;
         SageBlockReader reader(p, item);
@@ -73,18 +73,18 @@ struct SageProducer {
         const bool reused = steps >= SagePlan::kStages;
         const u32 slot = steps % SagePlan::kStages, phase = steps / SagePlan::kStages - 1 & 1;
         if (reused) barrier_wait(signals.keys_empty[slot], phase);
-        const i32 bytes = store_if_past_end(item, first, lane.keys[slot][0]) + store_if_past_end(item, second, lane.keys[slot][1]);
+        const i32 bytes = store_if_past_end(item, first, shared.keys[slot][0]) + store_if_past_end(item, second, shared.keys[slot][1]);
         if (elected()) {
             signals.notes[steps % SagePlan::kNotes] = {{first.scale, second.scale}, {short(first.valid), short(second.valid)}, last};
             barrier_arrive_expect(signals.keys_full[slot], bytes);
-            load_keys(item, first, lane.keys[slot][0], signals.keys_full[slot]);
-            load_keys(item, second, lane.keys[slot][1], signals.keys_full[slot]);
+            load_keys(item, first, shared.keys[slot][0], signals.keys_full[slot]);
+            load_keys(item, second, shared.keys[slot][1], signals.keys_full[slot]);
         }
         if (reused) barrier_wait(signals.values_empty[slot], phase);
         if (elected()) {
             barrier_arrive_expect(signals.values_full[slot], ((first.valid > 0) + (second.valid > 0)) * SagePlan::kTileBytes);
-            load_values(item, first, lane.values[slot][0], signals.values_full[slot]);
-            load_values(item, second, lane.values[slot][1], signals.values_full[slot]);
+            load_values(item, first, shared.values[slot][0], signals.values_full[slot]);
+            load_values(item, second, shared.values[slot][1], signals.values_full[slot]);
         }
         __syncwarp();
         ++steps;

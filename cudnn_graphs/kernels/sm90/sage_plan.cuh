@@ -4,8 +4,7 @@
 // A step is a chain: Q.K^T, probabilities, P.V, the sum of outputs. Nothing overlaps within a warpgroup; the other two
 // are at other links of theirs. Measured (S1, one H200): 834 TOPS so, 862 with P summed by the tensor cores, 690 with two
 // warpgroups, 614 with two that computed the scores of the next 64 keys under the probabilities of these. The copies alone
-// would reach 1170. The producers run
-// ahead, past the ends of rows.
+// would reach 1170. The producers run ahead, past the ends of rows.
 #pragma once
 #include "common/sage_rows.cuh"
 #include "common/sage_tile.cuh"
@@ -35,7 +34,7 @@ struct SageRowScales {
 };
 
 // What one producer and its consumer share. Q and K lie under the 128-byte swizzle, V under the 64-byte swizzle.
-struct alignas(1024) SageLane {
+struct alignas(1024) SagePair {
     u8 queries[SagePlan::kTileBytes];
     u8 keys[SagePlan::kStages][2][SagePlan::kTileBytes];
     u8 values[SagePlan::kStages][2][SagePlan::kTileBytes + SagePlan::kOnesBytes];
@@ -69,7 +68,7 @@ struct SageSignals {
 };
 
 struct SageMemory {
-    SageLane lanes[SagePlan::kConsumers];
+    SagePair pairs[SagePlan::kConsumers];
     SageSignals signals[SagePlan::kConsumers];
 };
 
