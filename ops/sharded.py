@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..arguments import PagedArguments
+from ..engines.held_paged import HeldDesign
 from ..engines.shard_kernels import HeldLists, Inboxes, exchange_source, gathered_source, held_source, load_kernels, with_held_blocks
 from ..errors import CaptureError, CudnnGraphsError, problem
 from ..planning import Plan, PlanStore, default_store
 from ..runtime.devices import DeviceFacts, device_facts
-from ..runtime.streams import is_capturing
+from ..runtime.streams import current_raw_stream, is_capturing, on_device
 from . import checks
 from .gathered_parts import GatheredParts, PartLayout
 from .paged_block_sparse import Result
@@ -59,6 +61,9 @@ class ShardedPagedAttention:
         self._cubins = store.cubins
         self.plan: Plan = store.get(signature.replace(return_lse=True), self.device, engine)
         self._lists = HeldLists.of(signature.batch_size, heads, signature.rows, signature.max_blocks_per_row, self.device.torch_device)  # type: ignore[arg-type]
+        self._held = HeldDesign.of(self.plan.signature.lower(), self.device, dist.get_world_size(group)) if self.plan.engine == "portable" else None
+        if self._held is not None:
+            self._held_kernel = self._cubins.loaded(self._held.kernel, self.device)
         layout, device = self._layout(signature.batch_size), self.device.torch_device
         opened = open_inboxes(layout, self.device, group)
         self._inboxes = opened if isinstance(opened, Inboxes) else None
@@ -85,6 +90,14 @@ class ShardedPagedAttention:
             self._parts[batch] = parts
         return parts
 
+    def _attend(self, whole: PagedArguments, workspace: torch.Tensor | None) -> None:
+        """To what is held of the whole's lists."""
+        if self._held is None:
+            self.plan.launch(with_held_blocks(whole, self._lists, self.device, self._cubins), workspace)
+            return
+        with on_device(self.device):
+            self._held.launch(self._held_kernel, whole, current_raw_stream(self.device))
+
     def run(self, q: torch.Tensor, paged_kv_cache: PagedKVCache, paged_kv_indptr: torch.Tensor | None, paged_kv_indices: torch.Tensor | None,
             seq_lens_kv: torch.Tensor, block_indptr: torch.Tensor, block_indices: torch.Tensor, *, block_tables: torch.Tensor | None = None,
             kv_valid_bits: torch.Tensor | None = None, sm_scale: float | None = None, out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
@@ -99,8 +112,7 @@ class ShardedPagedAttention:
         bound = self.signature.bind(self.device, q, paged_kv_cache, paged_kv_indptr, paged_kv_indices, seq_lens_kv, block_indptr, block_indices,
                                     block_tables=block_tables, kv_valid_bits=kv_valid_bits, sm_scale=sm_scale, out=out, lse=lse, validate=validate)
         parts = self._parts_of(bound.q.shape[0])
-        held = with_held_blocks(dataclasses.replace(bound, out=parts.out, lse=parts.lse), self._lists, self.device, self._cubins)
-        self.plan.launch(held, workspace)
+        self._attend(dataclasses.replace(bound, out=parts.out, lse=parts.lse), workspace)
         parts.merge_into(bound.out, bound.lse, self._cubins)
         return bound.result
 

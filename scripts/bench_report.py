@@ -95,8 +95,9 @@ def sharded_markdown(result: dict[str, Any]) -> str:
             lines.append(f"| {title} | {w[one]:.1f} us | {times} | {last} |")
     first, large = result["workloads"][0], result["large"]
     peer = first["peer_memory"]
-    lines += ["", f"Of {first['workload']}'s {peer['step_us']:.1f} us, {peer['stages_us']['attention']:.1f} are the attention over half of the blocks, and "
-                  f"{peer['stages_us']['held_blocks']:.1f} take the other half off the lists.",
+    attention = sum(us for stage, us in peer["stages_us"].items() if stage != "exchange_and_merge")
+    lines += ["", f"Of {first['workload']}'s {peer['step_us']:.1f} us, {attention:.1f} are the attention over half of the blocks, with taking the others "
+                  "off the lists.",
               f"A cache of {large['cache_gib']} GiB, {large['cache_of_gpus']:.2f} times what one of them holds (requests of "
               f"{large['tokens_per_request'] / 1e6:.1f} million tokens), decodes in {large['step_us']:.1f} us a step."]
     return "\n".join(lines)

@@ -26,7 +26,6 @@ from bench_paged import PAGED, PagedWorkload
 from bench_workload import sampled_error
 
 from cudnn_graphs import PagedBlockSparseSignature, PlanStore, merge_attention_states
-from cudnn_graphs.engines.shard_kernels import with_held_blocks
 from cudnn_graphs.ops import peer_parts
 from cudnn_graphs.ops.sharded import ShardedPagedAttention
 
@@ -145,9 +144,7 @@ class Split:
         bound = op.signature.bind(op.plan.device, *self.given, **self.named)
         parts = op._parts_of(len(self.out))
         bound = dataclasses.replace(bound, out=parts.out, lse=parts.lse)
-        held = with_held_blocks(bound, op._lists, op.plan.device, cubins)
-        stages = {"held_blocks": lambda: with_held_blocks(bound, op._lists, op.plan.device, cubins), "attention": lambda: op.plan.launch(held),
-                  "exchange_and_merge": lambda: parts.merge_into(self.out, None, cubins)}
+        stages = {"attention": lambda: op._attend(bound, None), "exchange_and_merge": lambda: parts.merge_into(self.out, None, cubins)}
         return {name: rank.microseconds(stage) for name, stage in stages.items()}
 
 

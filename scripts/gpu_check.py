@@ -1,9 +1,9 @@
 """Prove the kernels on this machine's GPU: run the gpu-marked tests, compute-sanitizer and the benchmark, write tests/gpu_report.json.
 
-    python scripts/gpu_check.py [tests] [sanitizer] [bench] [sharded] [soak [--soak-minutes 10]]      all but soak when none is named
+    python scripts/gpu_check.py [tests] [sanitizer] [bench] [sharded] [soak [--soak-minutes 10] [--soak-shared]]      all but soak when none is named
 
 `sharded` (scripts/bench_sharded.py) needs two GPUs, as some of the tests do, and is left out with fewer. `soak` (scripts/soak.py)
-needs a GPU to itself.
+needs a GPU to itself, or --soak-shared.
 Each section of the report holds the digests of the sources it was made from, so sections can be made in separate runs.
 """
 
@@ -92,8 +92,8 @@ def run_sharded() -> dict[str, Any]:
     return _run_script("bench_sharded.py", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def run_soak(minutes: float) -> dict[str, Any]:
-    return _run_script("soak.py", options=("--minutes", str(minutes)), seconds=60 * minutes + 120)
+def run_soak(minutes: float, shared: bool) -> dict[str, Any]:
+    return _run_script("soak.py", options=("--minutes", str(minutes), *["--shared"][:shared]), seconds=60 * minutes + 120)
 
 
 def _run_script(name: str, *runner: str, options: tuple[str, ...] = (), seconds: float = 120) -> dict[str, Any]:
@@ -123,10 +123,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", help="any of tests, sanitizer, bench, sharded, soak")
     parser.add_argument("--soak-minutes", type=float, default=10)
+    parser.add_argument("--soak-shared", action="store_true", help="others use the GPU meanwhile")
     options = parser.parse_args()
     sections: dict[str, Callable[[Keep], dict[str, Any]]] = {
         "tests": lambda keep: run_tests(), "sanitizer": lambda keep: run_sanitizer(), "bench": run_bench, "sharded": lambda keep: run_sharded(),
-        "soak": lambda keep: run_soak(options.soak_minutes)}
+        "soak": lambda keep: run_soak(options.soak_minutes, options.soak_shared)}
     wanted = options.sections or [name for name in sections if name != "soak"]
     if unknown := set(wanted) - set(sections):
         sys.exit(f"gpu_check: got {sorted(unknown)}; need any of {', '.join(sections)}; name none to run all but soak")

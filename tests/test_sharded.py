@@ -12,6 +12,7 @@ import multiprocessing
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,13 @@ from bad_rows import WIDTH, assert_only_bad_rows_changed, break_row, clean_case,
 from cases_qsa import correlated_bitmap, packed_batch, qkv, random_bitmap
 from oracle_paged import assert_close, paged_attention
 from oracle_qsa import bitmap_keys, errors, oracle_bitmap
-from paged_cases import PagedCase, by_query
+from paged_cases import GARBAGE_PAGE, PagedCase, by_query
 from paged_surface import drawn, heads
 from shards import Owner, all_on, at_random, by_request, middle, round_robin, shard, stretches
 
 from cudnn_graphs import PlanStore, merge_attention_states
+from cudnn_graphs.engines.held_paged import HeldDesign
+from cudnn_graphs.engines.portable_paged import PortablePagedDesign
 from cudnn_graphs.engines.shard_kernels import (
     HeldLists,
     Inboxes,
@@ -40,8 +43,9 @@ from cudnn_graphs.errors import CudnnGraphsError
 from cudnn_graphs.ops import peer_parts
 from cudnn_graphs.ops.gathered_parts import PartLayout
 from cudnn_graphs.ops.sharded import ShardedPagedAttention, sharded_qsa_forward
-from cudnn_graphs.runtime.devices import device_facts
+from cudnn_graphs.runtime.devices import DeviceFacts, device_facts
 from cudnn_graphs.runtime.nvrtc import compile_cubin
+from cudnn_graphs.runtime.streams import current_raw_stream
 
 NAN = float("nan")
 DRAWN = 8
@@ -321,6 +325,20 @@ def test_on_gloo(said, name):
 
 # -- without a group ----------------------------------------------------------------------------------
 
+def decoding(**changes: Any) -> PagedCase:
+    """So many requests that a row gets one CTA."""
+    return PagedCase(**{"batch": 70, "seq_len_q": 1, "q_block_size": 1, "num_qo_heads": 16, "num_kv_heads": 2, "head_dim": 128, "kv_block_size": 64,
+                        "page_size": 64, "max_seq_len_kv": 500, "page_table": "block_tables", **changes}).make()
+
+
+DECODING: dict[str, dict[str, Any]] = {
+    "as it is": {}, "many requests": {"batch": 140, "page_table": "indptr"}, "bits": {"bits": True}, "no blocks": {"blocks_per_row": 0},
+    "causal": {"seq_len_q": 3, "q_block_size": 4, "mask_type": "causal"}, "empty requests": {"lens": [0, 1, 500, 64, 0] * 14},
+    "small blocks": {"kv_block_size": 8, "page_size": 16, "head_dim": 64},
+    "large blocks": {"kv_block_size": 128, "shared_pattern": True, "dtype": torch.float16}, "wide heads": {"head_dim": 256, "max_seq_len_kv": 300},
+}
+
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -345,13 +363,55 @@ def test_held_blocks_are_listed_in_order_and_others_are_not(changes, device):
                     assert left == [j for j in listed if owner(b, j, -(-length // 16)) == rank]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", DECODING.values(), ids=DECODING)
+def test_attention_over_held_blocks_has_the_bits_of_two_launches(changes):
+    """Rows whose CTA takes blocks off its list itself, clean and bad ones, against the plan over lists that a launch before made."""
+    case, facts, cubins = decoding(**changes), device_facts("cuda"), Here.store.cubins
+    signature = case.signature()
+    design = HeldDesign.of(signature.lower(), facts, 2)
+    if design is None:
+        pytest.skip("this GPU splits such rows")
+    kernel, plan = cubins.loaded(design.kernel, facts), Here.store.get(signature, "cuda", "portable")
+    heads = 1 if case.shared_pattern else case.num_kv_heads
+    lists = HeldLists.of(case.batch, heads, 1, signature.max_blocks_per_row, facts.torch_device)
+    for rank in (0, 1):
+        positional, keywords = shard(case, at_random(2), rank, "cuda")
+        given = signature.bind(facts, *positional, **keywords)
+        for broken in (False, True):
+            if broken:
+                given.block_indices[given.block_indptr[2, heads - 1, 0].long()] = GARBAGE_PAGE
+                given.block_indptr[3, 0, 1] = given.block_indptr[3, 0, 0] - 1
+                given.seq_lens[4], given.seq_lens[5] = -1, case.max_seq_len_kv + 1
+            given.out.fill_(NAN), given.lse.fill_(NAN)
+            plan.launch(with_held_blocks(given, lists, facts, cubins))
+            want = given.out.clone(), given.lse.clone()
+            given.out.fill_(NAN), given.lse.fill_(NAN)
+            design.launch(kernel, given, current_raw_stream(facts))
+            assert torch.equal(given.out.view(torch.int16), want[0].view(torch.int16)) and torch.equal(given.lse.view(torch.int32), want[1].view(torch.int32))
+            if broken:
+                assert torch.isneginf(given.lse[4:6]).all() and (given.out[4:6] == 0).all() and torch.isneginf(given.lse[3, 0]).all()
+
+
+def test_where_attention_takes_blocks_off_the_lists_itself():
+    facts = DeviceFacts("cuda", 0, "H200", (9, 0), 132, 232448, 1 << 26)
+    design = lambda **changes: HeldDesign.of(decoding(**changes).signature().lower(), facts, 2)  # noqa: E731
+    assert all(design(**changes) is not None for changes in DECODING.values())
+    assert design(seq_len_q=2) is None and design(batch=3) is None, "a row of many CTAs"
+    assert design(max_seq_len_kv=60000, kv_block_size=8, batch=140, blocks_per_row=3) is None, "a list of 30 KB"
+    assert design().tile.stages == 3 and design(batch=140).tile == PortablePagedDesign(decoding(batch=140).signature().lower(), facts).tile
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 def test_kernels_compile_without_spills(arch):
     pytest.importorskip("cupy")
     merges = [merge(d, n) for merge in (gathered_source, exchange_source) for d, n in ((torch.bfloat16, 64), (torch.float16, 256))]
-    for source in (held_source(1), held_source(2), *merges, gathered_source(torch.float32, 256)):
+    capability, smem = {"sm_80": ((8, 0), 166912), "sm_90a": ((9, 0), 232448), "sm_120": ((12, 0), 101376)}[arch]
+    facts = DeviceFacts("cuda", 0, "some GPU", capability, 132, smem, 1 << 26)
+    held = [HeldDesign.of(decoding(**DECODING[name]).signature().lower(), facts, 2) for name in ("as it is", "causal", "many requests", "wide heads")]
+    for source in (held_source(1), held_source(2), *merges, gathered_source(torch.float32, 256), *(design.kernel for design in held if design is not None)):
         resources = compile_cubin(source, arch).resources
-        assert resources.spill_bytes == resources.stack_bytes == 0
+        assert resources.spill_bytes == resources.stack_bytes == 0, source.entry
 
 
 @pytest.mark.gpu

@@ -87,4 +87,4 @@ extern "C" __global__ void __launch_bounds__({32 * _MERGE_WARPS}) {entry}(const 
 
 def launch_merge(kernel: LoadedKernel, arguments: PagedArguments, params: bytes, stream: int) -> None:
     batch, seq_len_q, heads, _ = arguments.q.shape
-    kernel.launch((-(-batch * seq_len_q * heads // _MERGE_WARPS), 1, 1), (params,), stream)
+    kernel.launch((-(-batch * seq_len_q * heads // _MERGE_WARPS), 1, 1), (params,), stream, early=True)

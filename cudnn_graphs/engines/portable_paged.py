@@ -52,8 +52,8 @@ class Tile:
         masks = self.stages * (4 * self.keys + self.threads // 4) + (8 * self.head_dim + 4 * self.rows if self.causal else 0)
         return max(tiles, exchange) + masks + 8 * self.key_warps * self.rows + _STATE_BYTES
 
-    def fits(self, device: DeviceFacts) -> bool:
-        return self.blocks_per_sm * (self.smem_bytes + _RESERVED_SMEM) <= device.smem_per_block + _RESERVED_SMEM
+    def fits(self, device: DeviceFacts, more_bytes: int = 0) -> bool:
+        return self.blocks_per_sm * (self.smem_bytes + more_bytes + _RESERVED_SMEM) <= device.smem_per_block + _RESERVED_SMEM
 
 
 def choose_tile(packed_rows: int, head_dim: int, causal: bool, device: DeviceFacts) -> Tile:
@@ -85,22 +85,26 @@ def choose_splits(tasks: int, tiles: int, tile: Tile, slots: int) -> int:
     return min(range(1, max(1, min(_MAX_SPLITS, tiles // 2)) + 1), key=cost)
 
 
-def _source(descriptor: SparseBlockDescriptor, tile: Tile, tail_only: bool) -> KernelSource:
+_PARAMS = {"paged_attention": "PagedParams", "paged_held": "PagedParams", "paged_tail": "FoldParams"}
+
+
+def paged_source(descriptor: SparseBlockDescriptor, tile: Tile, function: str, *numbers: int, more_bytes: int = 0) -> KernelSource:
+    """`function` of kernels/portable/`function`.cuh with its own template `numbers`, and `more_bytes` of shared memory behind those of the tile."""
     dtype, d = CUDA_TYPES[descriptor.qk_dtype], descriptor.head_dim
     causal, bits = "causal" in descriptor.masks, "valid_bits" in descriptor.masks
-    flags = "".join(f"_{name}" for name, on in (("causal", causal), ("bits", bits), ("tail", tail_only)) if on)
+    tail, held = function == "paged_tail", function == "paged_held"
+    flags = "".join(f"_{name}" for name, on in (("causal", causal), ("bits", bits), ("tail", tail), ("held", held)) if on)
     entry = f"portable_paged_{dtype}_d{d}_m{tile.rows}{flags}"
-    numbers = ", ".join(map(str, (d, tile.fragments, tile.row_warps, tile.key_warps, tile.keys, tile.stages)))
-    booleans = ", ".join("true" if on else "false" for on in (causal, bits, tail_only))
-    function, params = ("paged_tail", "FoldParams") if tail_only else ("paged_attention", "PagedParams")
+    shape = ", ".join(map(str, (d, tile.fragments, tile.row_warps, tile.key_warps, tile.keys, tile.stages)))
+    booleans = ", ".join("true" if on else "false" for on in (causal, bits, tail))
     text = f"""#include "portable/{function}.cuh"
-using Config = PagedConfig<{dtype}, {numbers}, {booleans}>;
+using Config = PagedConfig<{dtype}, {shape}, {booleans}>;
 static_assert(Config::kSmemBytes == {tile.smem_bytes}, "Tile.smem_bytes and PagedConfig disagree");
-extern "C" __global__ void __launch_bounds__({tile.threads}, {tile.blocks_per_sm}) {entry}(const __grid_constant__ {params} p) {{
-    {function}<Config>(p);
+extern "C" __global__ void __launch_bounds__({tile.threads}, {tile.blocks_per_sm}) {entry}(const __grid_constant__ {_PARAMS[function]} p) {{
+    {function}<{", ".join(("Config", *map(str, numbers)))}>(p);
 }}
 """
-    return KernelSource(entry, text, threads=tile.threads, smem_bytes=tile.smem_bytes)
+    return KernelSource(entry, text, threads=tile.threads, smem_bytes=tile.smem_bytes + more_bytes)
 
 
 def _grid(tile: Tile, a: PagedArguments, splits: int) -> tuple[int, int, int]:
@@ -118,12 +122,13 @@ class PortablePagedDesign:
         self.tile = choose_tile(descriptor.packed_rows, descriptor.head_dim, "causal" in descriptor.masks, device)
         m_tiles = -(-descriptor.packed_rows // self.tile.rows)
         tasks = descriptor.batch_size * descriptor.num_kv_heads * descriptor.rows_per_head * m_tiles
-        spans = descriptor.max_spans_per_row or -(-descriptor.max_seq_len_kv // descriptor.span_tokens)
+        self.spans = descriptor.max_spans_per_row or -(-descriptor.max_seq_len_kv // descriptor.span_tokens)     # of the longest list
         slots = device.sm_count * min(self.tile.blocks_per_sm, 2)       # two already saturate the memory
-        splits = choose_splits(tasks, -(-spans * descriptor.span_tokens // self.tile.keys), self.tile, slots)
+        self.longest = -(-self.spans * descriptor.span_tokens // self.tile.keys)                                # and in key tiles
+        splits = choose_splits(tasks, self.longest, self.tile, slots)
         self.partials = SplitWorkspace.of(descriptor, splits)
         self.workspace_bytes = self.partials.nbytes
-        self.kernels: Mapping[str, KernelSource] = {"attention": _source(descriptor, self.tile, tail_only=False)}
+        self.kernels: Mapping[str, KernelSource] = {"attention": paged_source(descriptor, self.tile, "paged_attention")}
         if splits > 1:
             self.kernels = {**self.kernels, "merge": merge_source(descriptor)}
         self.config: dict[str, Any] = asdict(self.tile) | {"splits": splits, "threads": self.tile.threads}
@@ -144,7 +149,7 @@ class PortableTailDesign:
     def __init__(self, descriptor: SparseBlockDescriptor, device: DeviceFacts) -> None:
         # Few query rows a CTA: one key tile is soon done, and wider ones leave no register for the walk over the tails.
         self.tile = choose_tile(min(descriptor.packed_rows, 32), descriptor.head_dim, "causal" in descriptor.masks, device)
-        self.kernel = _source(descriptor, self.tile, tail_only=True)
+        self.kernel = paged_source(descriptor, self.tile, "paged_tail")
         self.partials = SplitWorkspace.one(descriptor)
         self.workspace_bytes = self.partials.nbytes
         self._most_blocks = device.sm_count * self.tile.blocks_per_sm

@@ -132,7 +132,8 @@ def exchange_parts(part: torch.Tensor, lse_offset: int, inboxes: Inboxes, out: t
                             lse_offset, inboxes.slot_bytes, inboxes.slot_lse_offset, stride_b, out.stride(-3), out.stride(-2), out.numel() // head_dim,
                             seq_len, heads, len(inboxes.addresses), inboxes.rank, *inboxes.addresses, *others)
     with on_device(device):
-        _kernel(exchange_source(out.dtype, head_dim), device, cubins).launch((len(inboxes.turns), 1, 1), (params,), current_raw_stream(device))
+        kernel = _kernel(exchange_source(out.dtype, head_dim), device, cubins)
+        kernel.launch((len(inboxes.turns), 1, 1), (params,), current_raw_stream(device), early=True)
 
 
 def _kernel(source: KernelSource, device: DeviceFacts, cubins: CubinCache) -> LoadedKernel:

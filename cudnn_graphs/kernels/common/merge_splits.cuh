@@ -5,6 +5,7 @@
 //   partial_lse[s, i]     natural log, scale included; -inf: no visible key; +inf: the row is bad
 //   partial_out[s, i, D]  fp32, normalized by this part's own sum; unread unless its lse is finite
 #pragma once
+#include "common/launch_chain.cuh"
 #include "common/numeric.cuh"
 #include "common/types.cuh"
 
@@ -51,6 +52,7 @@ DEVICE void merge_splits(const MergeParams& p) {
     const int head = item % p.num_qo_heads;
     const i64 token = item / p.num_qo_heads;
     const i64 b = token / p.seq_len_q, t = token % p.seq_len_q;
+    wait_for_launch_before();
 
     float top = NEG_INF;
     for (int s = lane; s < p.num_splits; s += 32) top = fmaxf(top, p.partial_lse[s * p.items + item]);

@@ -12,9 +12,23 @@ struct CtaState {
     int lowest_limit, highest_limit;    // last keys that the first and the last query row may see
     int first_tile, end_tile;           // key tiles of this CTA
 
+    // All key tiles of the row.
     template <typename C>
     static DEVICE CtaState of(const PagedParams& p, const QueryTile& tile);
+
+    // Those of the tile's split.
+    DEVICE void keep_split(const PagedParams& p) {
+        const int tiles = end_tile, share = ceil_div(tiles, p.num_splits);
+        first_tile = min(tiles, tile.split * share);
+        end_tile = min(tiles, first_tile + share);
+    }
 };
+
+// Key tiles that `blocks` listed blocks fill.
+template <typename C>
+DEVICE int key_tiles(const PagedParams& p, int blocks) {
+    return p.kv_block_size < C::kKeys ? ceil_div(blocks, C::kKeys / p.kv_block_size) : blocks * (p.kv_block_size / C::kKeys);
+}
 
 // The part of it that the gather needs in every tile, read in one piece: fetched field by field between
 // branches, each would wait for shared memory.
@@ -48,11 +62,8 @@ DEVICE CtaState CtaState::of(const PagedParams& p, const QueryTile& tile) {
     if constexpr (C::kTailOnly) keep_partial_tail(p, cta.row);
     cta.lowest_limit = tile.template limit<C>(p, cta.row.length, 0);
     cta.highest_limit = tile.template limit<C>(p, cta.row.length, tile.count - 1);
-    const int count = cta.row.count;
-    const int tiles = p.kv_block_size < C::kKeys ? ceil_div(count, C::kKeys / p.kv_block_size) : count * (p.kv_block_size / C::kKeys);
-    const int share = ceil_div(tiles, p.num_splits);
-    cta.first_tile = min(tiles, tile.split * share);
-    cta.end_tile = min(tiles, cta.first_tile + share);
+    cta.first_tile = 0;
+    cta.end_tile = key_tiles<C>(p, cta.row.count);
     return cta;
 }
 

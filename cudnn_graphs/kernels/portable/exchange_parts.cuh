@@ -5,6 +5,7 @@
 // turns: who sends has received the whole run before, and its peers sent that after they emptied this inbox.
 // A CTA counts its own turns, so a graph may be replayed any number of times; the grid of all runs is the same.
 #pragma once
+#include "common/launch_chain.cuh"
 #include "portable/part_sum.cuh"
 
 constexpr int kMaxRanks = 8, kExchangeWarps = 16;
@@ -73,8 +74,10 @@ DEVICE void receive(u32 (&x)[N], u8* from) {
 template <typename T, int D>
 class PartExchange {
 public:
-    explicit DEVICE PartExchange(const ExchangeParams& p)
-        : p_(p), lane_(threadIdx.x % 32), inbox_((p.turns[blockIdx.x] & 1) * p.num_ranks * p.slot_bytes) {}
+    explicit DEVICE PartExchange(const ExchangeParams& p) : p_(p), lane_(threadIdx.x % 32) {
+        wait_for_launch_before();
+        inbox_ = (p.turns[blockIdx.x] & 1) * p.num_ranks * p.slot_bytes;
+    }
 
     DEVICE void run() const {
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);        // one for all lanes, as the compiler then knows

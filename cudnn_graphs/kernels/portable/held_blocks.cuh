@@ -40,15 +40,13 @@ DEVICE int inclusive_warp_sum(int x) {
     return x;
 }
 
-// One CTA a (request, pattern head) of one row, as in decoding: its ids are looked up once, all at once.
+// All threads of a CTA: the blocks of a row that stay listed, written to `to`; returns how many. Ids are looked up once, all at once.
 template <int Threads>
-DEVICE void keep_held_blocks_of_one_row(const PagedParams& p, i32* indptr, i32* indices) {
+DEVICE int keep_row_by_cta(const PagedParams& p, const RowSpan& row, i32* to) {
     constexpr int kWarps = Threads / 32;
     __shared__ i32 kept[kWarps];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const RowSpan row = resolve_row(p, blockIdx.x / p.pattern_heads, blockIdx.x % p.pattern_heads, 0);
-    const i32 base = i32(blockIdx.x) * p.max_blocks_per_row;
-    i32 end = base;
+    int end = 0;
     for (int first = 0; first < row.count; first += Threads) {
         const int at = first + int(threadIdx.x);
         const i32 block = at < row.count ? row.blocks[at] : 0;
@@ -62,10 +60,19 @@ DEVICE void keep_held_blocks_of_one_row(const PagedParams& p, i32* indptr, i32* 
             before += w < warp ? kept[w] : 0;
             all += kept[w];
         }
-        if (keep) indices[end + before] = block;
+        if (keep) to[end + before] = block;
         end += all;
         __syncthreads();
     }
+    return end;
+}
+
+// One CTA a (request, pattern head) of one row, as in decoding.
+template <int Threads>
+DEVICE void keep_held_blocks_of_one_row(const PagedParams& p, i32* indptr, i32* indices) {
+    const RowSpan row = resolve_row(p, blockIdx.x / p.pattern_heads, blockIdx.x % p.pattern_heads, 0);
+    const i32 base = i32(blockIdx.x) * p.max_blocks_per_row;
+    i32 end = base + keep_row_by_cta<Threads>(p, row, indices + base);
     if (threadIdx.x != 0) return;
     if (row.bad) indices[end++] = kBadBlock;
     i32* ends = indptr + 2 * i64(blockIdx.x);

@@ -5,6 +5,7 @@
 // side by side over the rows; for short ones (decode) they share out every key tile instead, each with
 // a softmax of its own, and meet in the epilogue: then the kernel is a bandwidth-bound reader.
 #pragma once
+#include "common/launch_chain.cuh"
 #include "common/paged_params.cuh"
 #include "common/ptx.cuh"
 #include "common/softmax.cuh"
@@ -166,27 +167,36 @@ private:
     }
 };
 
-// One tile of query rows over its share of the row's list. All threads of the CTA.
+// Keeps kStages - 1 key tiles requested ahead of the one at hand.
 template <typename C>
-DEVICE void attend_tile(const PagedParams& p, int x, int split) {
-    {
-        const QueryTile tile = QueryTile::of<C>(p, x, split);
-        if (tile.count <= 0) return;
-        const CtaState cta = CtaState::of<C>(p, tile);
-        if (cta.first_tile == cta.end_tile) return store_nothing<C>(p, tile, cta.row.bad);
-        if (threadIdx.x == 0) {
-            state<C>() = cta;
-            set_gather_state<C>(cta);
-        }
-        if constexpr (C::kCausal) {
-            set_row_limits<C>(p, cta);
-            NonFinite<C>::clear();
-        }
-        __syncthreads();
+class KeyPipeline {
+public:
+    explicit DEVICE KeyPipeline(const PagedParams& p) : keys_(p) {
+        for (int i = 0; i < C::kStages - 1; ++i) keys_.load(state<C>().first_tile + i, i);
     }
+
+    // `tile` is there, in `stage`, and nobody reads the one before any more.
+    DEVICE void advance(int tile, int stage) { keys_.load(tile + C::kStages - 1, stage == 0 ? C::kStages - 1 : stage - 1); }
+
+private:
+    KeyGather<C> keys_;
+};
+
+// One tile of query rows over its key tiles. All threads of the CTA.
+template <typename C, typename Pipeline = KeyPipeline<C>>
+DEVICE void attend_tile(const PagedParams& p, const CtaState& cta) {
+    if (cta.first_tile == cta.end_tile) return store_nothing<C>(p, cta.tile, cta.row.bad);
+    if (threadIdx.x == 0) {
+        state<C>() = cta;
+        set_gather_state<C>(cta);
+    }
+    if constexpr (C::kCausal) {
+        set_row_limits<C>(p, cta);
+        NonFinite<C>::clear();
+    }
+    __syncthreads();
     state<C>().tile.template load<C>(p);
-    KeyGather<C> keys(p);
-    for (int i = 0; i < C::kStages - 1; ++i) keys.load(state<C>().first_tile + i, i);
+    Pipeline keys(p);
     WarpAttention<C> warp(p);
     cp_async_wait<C::kStages - 1>();
     __syncthreads();                        // every warp's part of Q is there
@@ -195,14 +205,24 @@ DEVICE void attend_tile(const PagedParams& p, int x, int split) {
     for (int tile = state<C>().first_tile; tile < state<C>().end_tile; ++tile) {
         cp_async_wait<C::kStages - 2>();
         warp.sync_keys();                   // this tile is there, and nobody reads the one before any more
-        keys.load(tile + C::kStages - 1, stage == 0 ? C::kStages - 1 : stage - 1);
+        keys.advance(tile, stage);
         warp.attend(stage);
         stage = stage == C::kStages - 1 ? 0 : stage + 1;
     }
+    if constexpr (!C::kTailOnly) let_next_launch_start();       // at the start, its waiting CTAs cost as much as they save
     __syncthreads();
     if (state<C>().row.bad) return store_nothing<C>(p, state<C>().tile, true);
     share_accumulators<C>(warp.acc, warp.softmax);
     store_rows<C>(p, state<C>().tile);
+}
+
+template <typename C>
+DEVICE void attend_tile(const PagedParams& p, int x, int split) {
+    const QueryTile tile = QueryTile::of<C>(p, x, split);
+    if (tile.count <= 0) return;
+    CtaState cta = CtaState::of<C>(p, tile);
+    cta.keep_split(p);
+    attend_tile<C>(p, cta);
 }
 
 template <typename C>
