@@ -235,7 +235,8 @@ def main() -> int:
     CONSOLE.print(f"{len(soak.buckets)} signatures, {soak.calls} calls, {soak.replays} graphs, {last['builds']} builds, {last['loads']} loads, "
                   f"{last['evictions']} evictions in {last['seconds']:.0f} s: {'; '.join(wrong) or 'no growth, the same bits throughout'}", markup=False)
     if options.json:
-        options.json.write_text(json.dumps({"device": options.device, "shared": options.shared, "samples": soak.samples, "replays": soak.replays, "wrong": wrong}, indent=1))
+        said = {"device": options.device, "shared": options.shared, "samples": soak.samples, "replays": soak.replays, "wrong": wrong}
+        options.json.write_text(json.dumps(said, indent=1))
     return int(bool(wrong))
 
 
