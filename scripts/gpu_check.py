@@ -27,33 +27,23 @@ import torch
 from gpu_sources import REPORT, ROOT, source_digests
 
 Keep = Callable[[dict[str, Any]], None]       # write what a section has so far
-
-
-class Recorder:
-    """A pytest plugin that keeps every test's outcome, seconds and recorded properties."""
-
-    def __init__(self) -> None:
-        self.tests: dict[str, dict[str, Any]] = {}
-
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """First what needs every GPU: the benchmark can then run on one while the rest of the tests run on another."""
-        items.sort(key=lambda item: "two_gpus" not in item.nodeid)
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            row = {"outcome": report.outcome, "seconds": round(report.duration, 3)} | dict(report.user_properties)
-            if report.failed:
-                row["message"] = str(report.longrepr)[-600:]
-            self.tests[report.nodeid] = row
+TEST_PROCESSES = 4
 
 
 def run_tests() -> dict[str, Any]:
-    import pytest
-    recorder = Recorder()
-    code = pytest.main(["-m", "gpu", "-v", "--no-header", "-p", "no:cacheprovider", str(ROOT / "tests")], plugins=[recorder])
-    outcomes = [t["outcome"] for t in recorder.tests.values()]
+    """In TEST_PROCESSES processes at once, which share the GPU."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--no-header", "-p", "no:cacheprovider", "-p", "gpu_recorder", str(ROOT / "tests")]
+        path = os.pathsep.join(filter(None, [str(ROOT / "scripts"), os.environ.get("PYTHONPATH")]))
+        said = [Path(directory) / f"{share}.json" for share in range(TEST_PROCESSES)]
+        running = [subprocess.Popen(command, cwd=directory, env=os.environ | {
+            "PYTHONPATH": path, "CUDNN_GRAPHS_TESTS_SHARE": f"{share}/{TEST_PROCESSES}", "CUDNN_GRAPHS_TESTS_OUT": str(out)})
+            for share, out in enumerate(said)]
+        codes = [process.wait() for process in running]
+        tests = {name: row for out in said if out.exists() for name, row in json.loads(out.read_text()).items()}
+    outcomes = [t["outcome"] for t in tests.values()]
     counts = {o: outcomes.count(o) for o in sorted(set(outcomes))}
-    return {"exit_code": int(code), "counts": counts, "tests": recorder.tests}
+    return {"exit_code": max(map(abs, codes)), "counts": counts, "tests": tests}
 
 
 def run_sanitizer() -> dict[str, Any]:
