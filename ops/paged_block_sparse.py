@@ -106,7 +106,7 @@ class BlockSparsePagedTSWrapper:
 
         Live values are trusted yet guarded on the device: a row with a bad range, id, page or length gives zeros and lse
         -inf and touches nothing else; length 0 is legal. validate=False skips the host's structure checks. workspace: uint8,
-        at least `current_plan.workspace_bytes`. Returns out, or (out, lse); the given tensors themselves when given.
+        at least `current_plan.workspace_bytes`, of one run at a time. Returns out, or (out, lse); the given tensors themselves when given.
         """
         return self.current_plan.run(q, paged_kv_cache, paged_kv_indptr, paged_kv_indices, seq_lens_kv, block_indptr, block_indices,
                                      block_tables=block_tables, kv_valid_bits=kv_valid_bits, sm_scale=sm_scale, out=out, lse=lse, workspace=workspace,

@@ -46,7 +46,8 @@ def qsa_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sel_blocks: t
     values never reach a result, whatever bytes they hold. Every run gives the same bits. Use `qsa_indexed_forward` where token ids exist
     already: it has no bitmap to read, which at long T is the larger part of the input.
 
-    scale: any finite number. out, out_fp32, lse: tensors to write to. workspace: uint8, at least the plan's workspace_bytes.
+    scale: any finite number. out, out_fp32, lse: tensors to write to. workspace: uint8, at least the plan's workspace_bytes, of one run
+    at a time.
     Returns out [T, Hq, 256] bf16, out_fp32 the same in fp32 (out is its rounding), lse [Hq, T] fp32, natural log, scale included. A query
     that attends nothing gives 0 and lse -inf. No gradient flows: an input that requires grad gives a detached output.
 

@@ -60,10 +60,10 @@ class ShardedPagedAttention:
         store = default_store() if store is None else store
         self._cubins = store.cubins
         self.plan: Plan = store.get(signature.replace(return_lse=True), self.device, engine)
-        self._lists = HeldLists.of(signature.batch_size, heads, signature.rows, signature.max_blocks_per_row, self.device.torch_device)  # type: ignore[arg-type]
         self._held = HeldDesign.of(self.plan.signature.lower(), self.device, dist.get_world_size(group)) if self.plan.engine == "portable" else None
-        if self._held is not None:
-            self._held_kernel = self._cubins.loaded(self._held.kernel, self.device)
+        if self._held is None:
+            self._lists = HeldLists.of(signature.batch_size, heads, signature.rows, signature.max_blocks_per_row,  # type: ignore[arg-type]
+                                       self.device.torch_device)
         layout, device = self._layout(signature.batch_size), self.device.torch_device
         opened = open_inboxes(layout, self.device, group)
         self._inboxes = opened if isinstance(opened, Inboxes) else None
@@ -73,7 +73,8 @@ class ShardedPagedAttention:
             self.exchange, parts, merge_kernel = f"all-gather: {opened}", dist.get_world_size(group), gathered_source
         self._storage = torch.empty(parts * layout.nbytes, dtype=torch.uint8, device=device)
         self._parts: dict[int, GatheredParts | PeerParts] = {}      # by batch size
-        load_kernels((held_source(signature.rows), merge_kernel(layout.dtype, signature.head_dim)), self.device, self._cubins)
+        taken_off = held_source(signature.rows) if self._held is None else self._held.kernel
+        load_kernels((taken_off, merge_kernel(layout.dtype, signature.head_dim)), self.device, self._cubins)
 
     def _layout(self, batch: int) -> PartLayout:
         s = self.signature
@@ -96,7 +97,7 @@ class ShardedPagedAttention:
             self.plan.launch(with_held_blocks(whole, self._lists, self.device, self._cubins), workspace)
             return
         with on_device(self.device):
-            self._held.launch(self._held_kernel, whole, current_raw_stream(self.device))
+            self._held.launch(self._cubins.loaded(self._held.kernel, self.device), whole, current_raw_stream(self.device))
 
     def run(self, q: torch.Tensor, paged_kv_cache: PagedKVCache, paged_kv_indptr: torch.Tensor | None, paged_kv_indices: torch.Tensor | None,
             seq_lens_kv: torch.Tensor, block_indptr: torch.Tensor, block_indices: torch.Tensor, *, block_tables: torch.Tensor | None = None,

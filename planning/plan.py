@@ -90,8 +90,9 @@ class Plan:
     def run(self, *args: Any, workspace: torch.Tensor | None = None, validate: bool = True, **kwargs: Any) -> Any:
         """Run the operation: its own arguments, as its wrapper's `run` takes them.
 
-        workspace: a uint8 tensor of at least `workspace_bytes` on the plan's device, 256-byte aligned; absent,
-        one buffer per (plan, stream) is kept. Nothing is copied to the host and nothing synchronizes.
+        workspace: a uint8 tensor of at least `workspace_bytes` on the plan's device, 256-byte aligned, whatever is in it; runs that
+        share one must be ordered, on one stream and from one thread at a time. Absent, one buffer per (plan, stream) is kept.
+        Nothing is copied to the host and nothing synchronizes.
         Raises TypeError and ValueError as the operation documents; `validate=False` skips those host checks.
         """
         arguments = self.signature.bind(self._built.device, *args, validate=validate, **kwargs)

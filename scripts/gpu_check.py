@@ -83,7 +83,8 @@ def run_sharded() -> dict[str, Any]:
 
 
 def run_soak(minutes: float, shared: bool) -> dict[str, Any]:
-    return _run_script("soak.py", options=("--minutes", str(minutes), *["--shared"][:shared]), seconds=60 * minutes + 120)
+    options = ("--minutes", str(minutes)) + (("--shared",) if shared else ())
+    return _run_script("soak.py", options=options, seconds=60 * minutes + 120)
 
 
 def _run_script(name: str, *runner: str, options: tuple[str, ...] = (), seconds: float = 120) -> dict[str, Any]:

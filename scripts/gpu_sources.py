@@ -8,11 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "tests" / "gpu_report.json"
 PENDING = ROOT / "tests" / "gpu_pending.txt"
-PATTERNS = ("cudnn_graphs/kernels/**/*.cuh", "cudnn_graphs/graphs/*.py", "cudnn_graphs/engines/*.py")
+PATTERNS = ("cudnn_graphs/kernels/**/*.cuh", "cudnn_graphs/graphs/*.py", "cudnn_graphs/engines/*.py", "cudnn_graphs/runtime/*.py")
 
 
 def source_digests() -> dict[str, str]:
-    """sha256 of every kernel, graph and engine source, by path from the project's root."""
+    """sha256 of every kernel, graph and engine source and of what loads and launches them, by path from the project's root."""
     paths = sorted(p for pattern in PATTERNS for p in ROOT.glob(pattern))
     return {p.relative_to(ROOT).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths}
 

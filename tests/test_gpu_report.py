@@ -60,6 +60,7 @@ def test_portable_and_sm90_served_the_whole_surface():
 def test_sanitizer_found_nothing():
     sanitizer = json.loads(REPORT.read_text())["sanitizer"]
     assert sanitizer["exit_code"] == 0
+    assert sanitizer["scripts"].keys() == {path.name for path in ROOT.glob("tests/*sanitizer_cases.py")}
     for name, script in sanitizer["scripts"].items():
         ran = [int(line.split()[1]) for line in script["summary"] if line.startswith("ran ")]
         assert ran and ran[0] > 0, f"{name} launched nothing"
@@ -87,7 +88,7 @@ def test_the_soak_ended_without_growth():
         pytest.skip(pending()["soak"])
     soak = report["soak"]
     assert soak["exit_code"] == 0 and soak["wrong"] == [], soak.get("output")
-    assert soak["samples"][-1]["seconds"] >= 240 and soak["replays"] > 1000
+    assert soak["samples"][-1]["seconds"] >= 60 and soak["replays"] > 1000
 
 
 def test_pending_names_only_what_there_is_with_a_reason():

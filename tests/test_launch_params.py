@@ -14,6 +14,7 @@ from sage_cases import SageCase
 
 from cudnn_graphs.engines import paged_launch, qsa_launch, sage_launch
 from cudnn_graphs.ops.query_sparse import QuerySparseSignature
+from cudnn_graphs.runtime import launch
 from cudnn_graphs.runtime.devices import CPU
 from cudnn_graphs.runtime.nvrtc import KERNELS
 
@@ -84,3 +85,14 @@ def test_query_sparse(source):
         q=a.q, k=a.k, v=a.v, out=a.out, out_fp32=a.out_fp32, lse=a.lse, **{name: getattr(a, name) for name in names}, schedule=11, item_mode=12,
         gather_items=13, num_tokens=total, num_blocks=blocks if source == "bitmap" else 0, width=0 if source == "bitmap" else 8, num_kv_heads=2, sm_count=132,
         q_factor=0xBF80BF80, scale_log2=0.125 * qsa_launch.LOG2_E))
+
+
+def test_an_early_launch():
+    driver = pytest.importorskip("cuda.bindings.driver")
+    arguments = launch._Arguments((8,))
+    launch._CONFIG.pack_into(arguments.config, 0, 5, 6, 7, 128, 2, 3, 4096, 77, arguments.attribute_at, 1)
+    config, attribute = driver.CUlaunchConfig(_ptr=arguments.config_at), driver.CUlaunchAttribute(_ptr=arguments.attribute_at)
+    assert [getattr(config, f"{what}Dim{axis}") for what in ("grid", "block") for axis in "XYZ"] == [5, 6, 7, 128, 2, 3]
+    assert (config.sharedMemBytes, int(config.hStream), config.numAttrs) == (4096, 77, 1)
+    assert attribute.id == driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    assert attribute.value.programmaticStreamSerializationAllowed == 1

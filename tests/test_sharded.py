@@ -402,13 +402,15 @@ def test_where_attention_takes_blocks_off_the_lists_itself():
     assert design().tile.stages == 3 and design(batch=140).tile == PortablePagedDesign(decoding(batch=140).signature().lower(), facts).tile
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "sm_120"])
 def test_kernels_compile_without_spills(arch):
     pytest.importorskip("cupy")
     merges = [merge(d, n) for merge in (gathered_source, exchange_source) for d, n in ((torch.bfloat16, 64), (torch.float16, 256))]
-    capability, smem = {"sm_80": ((8, 0), 166912), "sm_90a": ((9, 0), 232448), "sm_120": ((12, 0), 101376)}[arch]
+    capability, smem, served = {"sm_80": ((8, 0), 166912, 2), "sm_90a": ((9, 0), 232448, 4), "sm_100": ((10, 0), 232448, 4),
+                                "sm_120": ((12, 0), 101376, 3)}[arch]
     facts = DeviceFacts("cuda", 0, "some GPU", capability, 132, smem, 1 << 26)
     held = [HeldDesign.of(decoding(**DECODING[name]).signature().lower(), facts, 2) for name in ("as it is", "causal", "many requests", "wide heads")]
+    assert sum(design is not None for design in held) == served
     for source in (held_source(1), held_source(2), *merges, gathered_source(torch.float32, 256), *(design.kernel for design in held if design is not None)):
         resources = compile_cubin(source, arch).resources
         assert resources.spill_bytes == resources.stack_bytes == 0, source.entry

@@ -17,7 +17,9 @@ from .paged_launch import pack_params
 from .portable_paged import PortablePagedDesign, Tile, paged_source
 
 _STATIC_SMEM = 1024             # what little there is moves the dynamic to its next alignment
-_PACE = 0.625                   # of the mean row: half of P6 on one H200, exchanging with itself, took 73.8 us so, 75.5 at 0.8, 76.8 at 0.5, 75.7 without
+# Of a rank's share of the longest list, so nothing where capacities are loose. Half of P6 on one H200, exchanging with itself, took
+# 73.8 us so, 75.5 at 0.8, 76.8 at 0.5, 75.7 without.
+_PACE = 0.625
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class HeldDesign:
 
     tile: Tile
     kernel: KernelSource
+    pace: int                   # paged_held.cuh; 0: all rows read at one rate
 
     @staticmethod
     def of(descriptor: SparseBlockDescriptor, device: DeviceFacts, ranks: int) -> HeldDesign | None:
@@ -38,10 +41,11 @@ class HeldDesign:
         one_wave = descriptor.batch_size * descriptor.num_kv_heads <= 2 * device.sm_count
         if one_wave and plan.tile.stages == 2 and paced.fits(device, ids + _STATIC_SMEM):
             pace = max(1, round(_PACE * plan.longest / ranks))
-            return HeldDesign(paced, paged_source(descriptor, paced, "paged_held", pace, more_bytes=ids))
+            return HeldDesign(paced, paged_source(descriptor, paced, "paged_held", "true", more_bytes=ids), pace)
         if plan.tile.fits(device, ids + _STATIC_SMEM):
-            return HeldDesign(plan.tile, paged_source(descriptor, plan.tile, "paged_held", 0, more_bytes=ids))
+            return HeldDesign(plan.tile, paged_source(descriptor, plan.tile, "paged_held", "false", more_bytes=ids), 0)
         return None
 
     def launch(self, kernel: LoadedKernel, arguments: PagedArguments, stream: int) -> None:
-        kernel.launch((arguments.q.shape[0] * arguments.k.shape[1], 1, 1), (pack_params(arguments),), stream)
+        params = pack_params(arguments), self.pace.to_bytes(4, "little")
+        kernel.launch((arguments.q.shape[0] * arguments.k.shape[1], 1, 1), params, stream)

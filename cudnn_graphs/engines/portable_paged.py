@@ -85,23 +85,28 @@ def choose_splits(tasks: int, tiles: int, tile: Tile, slots: int) -> int:
     return min(range(1, max(1, min(_MAX_SPLITS, tiles // 2)) + 1), key=cost)
 
 
-_PARAMS = {"paged_attention": "PagedParams", "paged_held": "PagedParams", "paged_tail": "FoldParams"}
+_SIGNATURES = {         # of the kernels: parameters and what their function takes
+    "paged_attention": ("const __grid_constant__ PagedParams p", "p"),
+    "paged_held": ("const __grid_constant__ PagedParams p, i32 pace", "p, pace"),
+    "paged_tail": ("const __grid_constant__ FoldParams p", "p"),
+}
 
 
-def paged_source(descriptor: SparseBlockDescriptor, tile: Tile, function: str, *numbers: int, more_bytes: int = 0) -> KernelSource:
-    """`function` of kernels/portable/`function`.cuh with its own template `numbers`, and `more_bytes` of shared memory behind those of the tile."""
+def paged_source(descriptor: SparseBlockDescriptor, tile: Tile, function: str, *template: str, more_bytes: int = 0) -> KernelSource:
+    """`function` of kernels/portable/`function`.cuh with its own `template` arguments, and `more_bytes` of shared memory behind those of the tile."""
     dtype, d = CUDA_TYPES[descriptor.qk_dtype], descriptor.head_dim
     causal, bits = "causal" in descriptor.masks, "valid_bits" in descriptor.masks
     tail, held = function == "paged_tail", function == "paged_held"
-    flags = "".join(f"_{name}" for name, on in (("causal", causal), ("bits", bits), ("tail", tail), ("held", held)) if on)
+    flags = "".join(f"_{name}" for name, on in (("causal", causal), ("bits", bits), ("tail", tail), ("held", held), ("paced", "true" in template)) if on)
+    parameters, arguments = _SIGNATURES[function]
     entry = f"portable_paged_{dtype}_d{d}_m{tile.rows}{flags}"
     shape = ", ".join(map(str, (d, tile.fragments, tile.row_warps, tile.key_warps, tile.keys, tile.stages)))
     booleans = ", ".join("true" if on else "false" for on in (causal, bits, tail))
     text = f"""#include "portable/{function}.cuh"
 using Config = PagedConfig<{dtype}, {shape}, {booleans}>;
 static_assert(Config::kSmemBytes == {tile.smem_bytes}, "Tile.smem_bytes and PagedConfig disagree");
-extern "C" __global__ void __launch_bounds__({tile.threads}, {tile.blocks_per_sm}) {entry}(const __grid_constant__ {_PARAMS[function]} p) {{
-    {function}<{", ".join(("Config", *map(str, numbers)))}>(p);
+extern "C" __global__ void __launch_bounds__({tile.threads}, {tile.blocks_per_sm}) {entry}({parameters}) {{
+    {function}<{", ".join(("Config", *template))}>({arguments});
 }}
 """
     return KernelSource(entry, text, threads=tile.threads, smem_bytes=tile.smem_bytes + more_bytes)

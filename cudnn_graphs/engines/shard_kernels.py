@@ -53,8 +53,9 @@ extern "C" __global__ void __launch_bounds__({32 * _MERGE_WARPS}) {entry}(const 
 @functools.cache
 def exchange_source(dtype: torch.dtype, head_dim: int) -> KernelSource:
     entry = f"exchange_parts_{CUDA_TYPES[dtype]}_d{head_dim}"
+    one_an_sm = ", 1" if head_dim > 128 else ""         # else it spills for sm_100; where it need not be said, 8 registers fewer
     return KernelSource(entry, f"""#include "portable/exchange_parts.cuh"
-extern "C" __global__ void __launch_bounds__({32 * _EXCHANGE_WARPS}) {entry}(const __grid_constant__ ExchangeParams p) {{
+extern "C" __global__ void __launch_bounds__({32 * _EXCHANGE_WARPS}{one_an_sm}) {entry}(const __grid_constant__ ExchangeParams p) {{
     PartExchange<{CUDA_TYPES[dtype]}, {head_dim}>(p).run();
 }}
 """, threads=32 * _EXCHANGE_WARPS)

@@ -130,7 +130,8 @@ _registering = threading.Lock()
 
 
 def load_plan(blob: bytes, device: DeviceFacts, identity: Hashable) -> LoadedPlan:
-    """The plan of a `CudnnPlan.blob` on `device`, which must be present. Raises what cuDNN does for a blob of another version or device.
+    """The plan of a `CudnnPlan.blob` on `device`, which must be present. Raises what cuDNN does for a blob of another version or device,
+    unless an equal plan is alive.
 
     identity: what any two plans have in common that may stand in for each other; one that is alive does. Not their bytes: cuDNN
     leaves addresses of its process in them, so that those of every build differ, and captured plans would pile up with the builds.

@@ -13,7 +13,8 @@ DEVICE int& faster_from() {
     return tile;
 }
 
-// For three stages. Every tile leaves two cp.async groups, an empty one where only one tile is requested.
+// For three stages. Before a tile is used, at most one group of copies younger than its own is pending: an empty one follows each tile
+// that is requested alone, two groups come with the first pair, and one with every tile after that.
 template <typename C>
 class PacedPipeline {
 public:
@@ -40,19 +41,20 @@ private:
     }
 };
 
-// kPace: about the time of all rows, in tiles requested one ahead; a row of n is faster from tile 2 kPace - n on. 0: all at one rate.
+// pace: about the time of all rows, in tiles requested one ahead; a row of n is faster from tile 2 * pace - n on. Not kPaced: all read
+// at one rate.
 // Dynamic shared memory: that of the configuration, then p.max_blocks_per_row ids.
-template <typename C, int kPace>
-DEVICE void paged_held(const PagedParams& p) {
+template <typename C, bool kPaced>
+DEVICE void paged_held(const PagedParams& p, i32 pace) {
     CtaState cta = CtaState::of<C>(p, QueryTile::of<C>(p, blockIdx.x, 0));
     i32* held = reinterpret_cast<i32*>(shared_memory + C::kSmemBytes);
     cta.row.count = keep_row_by_cta<C::kThreads>(p, cta.row, held);
     cta.row.blocks = held;
     cta.end_tile = key_tiles<C>(p, cta.row.count);
-    if constexpr (kPace == 0) {
+    if constexpr (!kPaced) {
         attend_tile<C>(p, cta);
     } else {
-        if (threadIdx.x == 0) faster_from() = max(0, 2 * kPace - cta.end_tile);
+        if (threadIdx.x == 0) faster_from() = max(0, 2 * pace - cta.end_tile);
         attend_tile<C, PacedPipeline<C>>(p, cta);
     }
 }
