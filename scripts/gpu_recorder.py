@@ -14,11 +14,11 @@ _tests: dict[str, dict[str, Any]] = {}
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Whole files, since the fixtures of one compile for all its tests."""
+    """Whole files, since the fixtures of one compile for all its tests; first what needs two GPUs, one of which is free after that."""
     share, shares = map(int, os.environ["CUDNN_GRAPHS_TESTS_SHARE"].split("/"))
     mine = set(sorted({item.path for item in items if "gpu" in item.keywords})[share::shares])
     config.hook.pytest_deselected(items=[item for item in items if item.path not in mine])
-    items[:] = [item for item in items if item.path in mine]
+    items[:] = sorted((item for item in items if item.path in mine), key=lambda item: "two_gpus" not in item.nodeid)
 
 
 def pytest_runtest_logreport(report: Any) -> None:
