@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,3 +98,18 @@ def test_pending_names_only_what_there_is_with_a_reason():
         assert name in proven | source_digests().keys() or name in SECTIONS or (name.startswith("tests/test_") and (ROOT / name).exists()), (
             f"{name} is no kernel, graph or engine source, no section of the report and no test file")
         assert why, f"{name} gives no reason"
+
+
+def test_the_shares_of_the_gpu_tests_are_whole_files_each_once(monkeypatch):
+    import gpu_recorder
+    files = ("test_a.py", "test_b.py", "test_c.py", "test_two_gpus.py", "test_z.py")
+    everything = [SimpleNamespace(path=file, nodeid=f"tests/{file}::{i}", keywords={"gpu"}) for file in files for i in range(3)]
+    config, taken = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None)), []
+    for share in range(4):
+        monkeypatch.setenv("CUDNN_GRAPHS_TESTS_SHARE", f"{share}/4")
+        items = list(everything)
+        gpu_recorder.pytest_collection_modifyitems(config, items)
+        taken.append([item.nodeid for item in items])
+    assert sorted(sum(taken, [])) == sorted(item.nodeid for item in everything)
+    assert all(not any("two_gpus" in name for name in share) or "two_gpus" in share[0] for share in taken)
+    assert len([share for share in taken if any("test_a" in name for name in share)]) == 1

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
@@ -47,3 +48,23 @@ def test_what_it_could_only_fail_at_is_said_at_once(options, said, monkeypatch, 
     with pytest.raises(SystemExit, match="2"):
         soak.main()
     assert said in capsys.readouterr().err
+
+
+def test_results_of_another_plan_are_near_only_where_nothing_is_lost(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from soak import _near
+    a = torch.randn(2, 640, 128)
+    lse = torch.randn(2, 640)
+    lse[0, 3] = -float("inf")
+    assert _near(a, a * (1 + 2e-3)) and _near(lse, lse.clone())
+    lost, other = a.clone(), lse.clone()
+    lost[1, 5, 7], other[1, 3] = float("nan"), -float("inf")
+    assert not _near(a, lost) and not _near(lost, lost) and not _near(lse, other) and not _near(lse, -lse) and not _near(a, a * 1.02)
+
+
+def test_what_others_hold_on_a_shared_device_is_no_growth(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from soak import Soak
+    soak = object.__new__(Soak)
+    soak.faults, soak.samples = [], [{"host_mb": 1000.0, "device_mb": 500.0 + 10 * i, "evictions": 1} for i in range(60)]
+    assert soak.verdict(shared=True) == [] and soak.verdict() == ["device_mb grew from 595.0 to 995.0"]
