@@ -11,6 +11,13 @@ from dataclasses import dataclass
 import torch
 
 
+def span_bytes(value: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if value.is_contiguous() or not value.numel():
+        return value.nbytes
+    return (1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride()))) * value.element_size()
+
+
 @dataclass(slots=True)
 class PagedArguments:
     """One paged block-sparse launch. Shapes as in `cudnn_graphs.ops.paged_block_sparse`."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..arguments import span_bytes
 from ..errors import problem
 
 INT32_MAX = 2**31 - 1
@@ -96,13 +97,6 @@ def row_aligned(name: str, value: torch.Tensor) -> torch.Tensor:
         raise ValueError(problem(name, f"strides {list(strides)} at address {value.data_ptr():#x}", "16-byte alignment",
                                  f"start at and step by multiples of {per_16_bytes} elements"))
     return value
-
-
-def span_bytes(value: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
-    if value.is_contiguous() or not value.numel():
-        return value.nbytes
-    return (1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride()))) * value.element_size()
 
 
 def _extent(value: torch.Tensor) -> tuple[int, int]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..arguments import span_bytes
 from ..runtime.devices import DeviceFacts
-from .checks import span_bytes
 
 Structure = tuple[Any, ...]
 _MOST_STRUCTURES, _MOST_PLACES = 256, 1024      # kept by one signature, about 0.5 MB each, so that varying shapes and addresses cannot grow it

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..arguments import span_bytes
 from ..engines.base import Executable
 from ..errors import problem
 from ..runtime.devices import DeviceFacts
@@ -110,13 +111,13 @@ class Plan:
             if not self.workspace_bytes:
                 built.executable.launch(arguments, 0, stream)
             elif workspace is not None:
-                built.executable.launch(arguments, self._checked(workspace).data_ptr(), stream)
+                built.executable.launch(arguments, self._checked(workspace, arguments).data_ptr(), stream)
             else:
                 own = built.workspace(stream)
                 with own.turn:
                     built.executable.launch(arguments, own.buffer.data_ptr(), stream)
 
-    def _checked(self, workspace: torch.Tensor) -> torch.Tensor:
+    def _checked(self, workspace: torch.Tensor, arguments: Any) -> torch.Tensor:
         if not isinstance(workspace, torch.Tensor):
             raise TypeError(problem("workspace", type(workspace).__name__, "a uint8 tensor", "allocate plan.workspace_bytes bytes"))
         if workspace.device != self.device.torch_device or workspace.dtype != torch.uint8 or not workspace.is_contiguous():
@@ -125,6 +126,11 @@ class Plan:
         if workspace.numel() < self.workspace_bytes or workspace.data_ptr() % 256:
             raise ValueError(problem("workspace", f"{workspace.numel()} bytes at {workspace.data_ptr():#x}",
                                      f"{self.workspace_bytes} bytes aligned to 256", "allocate plan.workspace_bytes bytes"))
+        begin, end = workspace.data_ptr(), workspace.data_ptr() + self.workspace_bytes
+        for name in arguments.__slots__:
+            value = getattr(arguments, name)
+            if isinstance(value, torch.Tensor) and value.data_ptr() < end and begin < value.data_ptr() + span_bytes(value):
+                raise ValueError(problem("workspace", f"memory shared with {name}", "memory of its own", "give another buffer"))
         return workspace
 
     def describe(self) -> dict[str, Any]:
