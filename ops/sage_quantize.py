@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..engines.sage_quantizer import CUDA_TYPES, quantize_on_gpu
+from ..engines.sage_quantizer import DTYPES, quantize_on_gpu
 from ..errors import problem
 from ..planning import default_store
 from ..reference.sage_layout import V_LAYOUTS, interleaved_order, natural_order
@@ -55,7 +55,7 @@ def quantize_sage_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, v_la
 
 def _check(name: str, x: Any, q: torch.Tensor, k: torch.Tensor) -> None:
     checks.tensor(name, x)
-    if x.dtype not in CUDA_TYPES or x.dtype != q.dtype:
+    if x.dtype not in DTYPES or x.dtype != q.dtype:
         raise TypeError(problem(name, x.dtype, "bfloat16, float16 or float32, the same for q, k and v", "convert them with .to()"))
     if x.dim() != 4 or x.shape[3] != HEAD_DIM or 0 in x.shape:
         raise ValueError(problem(name, f"shape {list(x.shape)}", f"[B, H, S, {HEAD_DIM}], nothing empty", "transpose to heads before tokens; pad D to 128"))

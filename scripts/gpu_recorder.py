@@ -26,6 +26,8 @@ def pytest_runtest_logreport(report: Any) -> None:
         row = {"outcome": report.outcome, "seconds": round(report.duration, 3)} | dict(report.user_properties)
         if report.failed:
             row["message"] = str(report.longrepr)[-600:]
+        elif report.skipped and isinstance(report.longrepr, tuple):
+            row["reason"] = report.longrepr[2]
         _tests[report.nodeid] = row
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "tests" / "gpu_report.json"
@@ -15,6 +16,11 @@ def source_digests() -> dict[str, str]:
     """sha256 of every kernel, graph and engine source and of what loads and launches them, by path from the project's root."""
     paths = sorted(p for pattern in PATTERNS for p in ROOT.glob(pattern))
     return {p.relative_to(ROOT).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths}
+
+
+def is_current(section: dict[str, Any]) -> bool:
+    """Whether a section of the report was made from the sources as they are."""
+    return section["sources"] == source_digests()
 
 
 def pending() -> dict[str, str]:

@@ -253,6 +253,36 @@ def test_more_items_than_the_device_takes_at_once(kind, mask_type, store):
         assert equal(tuple(outputs), first)
 
 
+# What scores lie around, by token; queries hold the root of 128 in the first dimension, so that 1 in a key is 1 of a score.
+AROUND = {
+    "rising": lambda token: token * 0.1,                                    # the maximum moves in every tile
+    "falling": lambda token: 130.0 - token * 0.1,                            # and never: later probabilities vanish
+    "leaping": lambda token: 60.0 if token % 97 == 0 else -60.0,
+    "low": lambda token: -30.0,                                             # no score is positive
+    "level": lambda token: 0.0,
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("shape", ({"seq_len_q": 416, "num_qo_heads": 16}, {"seq_len_q": 40}), ids=("wide", "narrow"))
+def test_scores_of_every_order_of_size(shape, around, store):
+    """The maximum of a row is looked for when some score outgrows it only: on every side of that, lse and out are right."""
+    if "sm90" not in KERNEL_ENGINES or device_facts("cuda").capability != (9, 0):
+        pytest.skip("of the sm90 engine")
+    case = busy_case("sm90", bits=False, mask_type="dense", max_seq_len_kv=700, lens=None, poison=None, **shape)
+    case.q[..., 0] = 128 ** 0.5
+    for pages in case.pages_of:
+        for i, page in enumerate(pages):
+            for slot in range(case.page_size):
+                case.k_cache[page, :, slot, 0] = AROUND[around](i * case.page_size + slot)
+    if around == "level":       # scores of -0.0, the smallest of all integers
+        case.q.zero_()
+        case.k_cache.copy_(-case.k_cache.abs())
+    want = paged_attention(case)
+    case = on_gpu(case)
+    assert_close(*interleave(by_query(*run(planned(store, case, "sm90"), case)), want))
+
+
 # -- the public calls ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -319,6 +349,9 @@ def test_a_workspace_must_hold_what_the_plan_says(engine, store):
             run(plan, case, workspace=bad)
     with pytest.raises(TypeError, match="workspace: got"):
         run(plan, case, workspace=room.data_ptr())
+    arena = torch.empty(case.q.nbytes + plan.workspace_bytes, dtype=torch.uint8, device="cuda")
+    with pytest.raises(ValueError, match="workspace: got memory shared with out"):
+        run(plan, case, workspace=arena, out=arena[:case.q.nbytes].view(case.dtype).view(case.q.shape))
     check(run(plan, case, workspace=room[:plan.workspace_bytes]), case)
 
 

@@ -9,7 +9,7 @@ import torch
 from devices import DEVICES
 
 from cudnn_graphs import SageBlockSparseSignature
-from cudnn_graphs.engines.sage_quantizer import CUDA_TYPES, quantizer_source
+from cudnn_graphs.engines.sage_quantizer import DTYPES, quantizer_source
 from cudnn_graphs.planning.engines import engine_named
 from cudnn_graphs.runtime.nvrtc import KernelSource, compile_cubin
 
@@ -24,7 +24,7 @@ def sources(name: str) -> list[KernelSource]:
             descriptor = SageBlockSparseSignature(1, 24, 32768, 32768, 52, v_layout=layout, return_lse=lse).lower()
             for engine in ("portable", "sm90") if facts.capability == (9, 0) else ("portable",):
                 found += [k for k in engine_named(engine).design(descriptor, facts).kernels.values() if k not in found]  # type: ignore[attr-defined]
-    types = CUDA_TYPES if name == "sm_90" else [torch.bfloat16]
+    types = DTYPES if name == "sm_90" else [torch.bfloat16]
     return found + [quantizer_source(dtype, vector) for dtype in types for vector in (True, False)]
 
 

@@ -710,6 +710,11 @@ def test_a_cubin_cache_is_bounded(compiler, tmp_path, monkeypatch):
     assert len(compiler) == 8
     CubinCache(tmp_path).get(source, "sm_80")
     assert len(compiler) == 8, "the newest was deleted"
+    lone = tmp_path / "of-a-process-that-ended-between-image-and-header.cubin"
+    lone.write_bytes(CODE)
+    os.utime(lone, (0, 0))
+    CubinCache(tmp_path).get(SOURCE, "sm_89")
+    assert not lone.exists()
 
 
 def test_a_kernel_of_no_plan_is_loaded_once_and_goes_with_its_cache(compiler, monkeypatch):

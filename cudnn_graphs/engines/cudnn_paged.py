@@ -22,7 +22,8 @@ from ..runtime.launch import LoadedKernel
 from ..runtime.nvrtc import KernelSource, source_digest
 from .base import Compiled
 from .kernel_engine import kernel_facts, load_kernels
-from .paged_launch import CUDA_TYPES, pack_params
+from .kernel_values import element_name
+from .paged_launch import pack_params
 from .portable_paged import PortableTailDesign, design_tail
 
 _FOLD_THREADS = 256             # kFoldThreads in kernels/portable/fold_rows.cuh
@@ -56,7 +57,7 @@ class FoldWorkspace:
 
 
 def fold_sources(descriptor: SparseBlockDescriptor) -> dict[str, KernelSource]:
-    dtype, d = CUDA_TYPES[descriptor.out_dtype], descriptor.head_dim
+    dtype, d = element_name(descriptor.out_dtype), descriptor.head_dim
     wrapper = 'extern "C" __global__ void __launch_bounds__(%d) %s(const __grid_constant__ FoldParams f) { %s(f); }\n'
     text = '#include "portable/fold_rows.cuh"\n'
     fold, unfold = f"paged_fold_rows_d{d}", f"paged_unfold_rows_{dtype}_d{d}"

@@ -12,9 +12,8 @@ from ..arguments import PagedArguments
 from ..descriptor import SparseBlockDescriptor
 from ..runtime.launch import LoadedKernel
 from ..runtime.nvrtc import KernelSource
+from .kernel_values import LOG2_E, element_name
 
-LOG2_E = 1.4426950408889634
-CUDA_TYPES = {"bfloat16": "bf16", "float16": "fp16"}    # names in kernels/common/numeric.cuh
 _MERGE_WARPS = 4                                        # kMergeWarps in kernels/common/merge_splits.cuh
 
 _PARAMS = struct.Struct("<13Q12q12ifi")                 # every field falls on its natural alignment
@@ -72,7 +71,7 @@ class SplitWorkspace:
 
 def merge_source(descriptor: SparseBlockDescriptor) -> KernelSource:
     """The kernel that merges the splits of one launch: same params, launched by `launch_merge`."""
-    dtype, d = CUDA_TYPES[descriptor.out_dtype], descriptor.head_dim
+    dtype, d = element_name(descriptor.out_dtype), descriptor.head_dim
     entry = f"paged_merge_splits_{dtype}_d{d}"
     text = f"""#include "common/merge_splits.cuh"
 #include "common/paged_params.cuh"

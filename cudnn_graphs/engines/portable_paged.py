@@ -11,7 +11,8 @@ from ..descriptor import SparseBlockDescriptor
 from ..runtime.devices import DeviceFacts
 from ..runtime.launch import LoadedKernel
 from ..runtime.nvrtc import KernelSource
-from .paged_launch import CUDA_TYPES, SplitWorkspace, launch_merge, merge_source
+from .kernel_values import element_name
+from .paged_launch import SplitWorkspace, launch_merge, merge_source
 
 _RESERVED_SMEM = 1024           # bytes the driver keeps of every block's shared memory
 _STATE_BYTES = 144              # PagedConfig: CtaState and GatherState
@@ -94,7 +95,7 @@ _SIGNATURES = {         # of the kernels: parameters and what their function tak
 
 def paged_source(descriptor: SparseBlockDescriptor, tile: Tile, function: str, *template: str, more_bytes: int = 0) -> KernelSource:
     """`function` of kernels/portable/`function`.cuh with its own `template` arguments, and `more_bytes` of shared memory behind those of the tile."""
-    dtype, d = CUDA_TYPES[descriptor.qk_dtype], descriptor.head_dim
+    dtype, d = element_name(descriptor.qk_dtype), descriptor.head_dim
     causal, bits = "causal" in descriptor.masks, "valid_bits" in descriptor.masks
     tail, held = function == "paged_tail", function == "paged_held"
     flags = "".join(f"_{name}" for name, on in (("causal", causal), ("bits", bits), ("tail", tail), ("held", held), ("paced", "true" in template)) if on)

@@ -9,8 +9,8 @@ import struct
 
 from ..arguments import QuerySparseArguments
 from ..runtime.nvrtc import KernelSource
+from .kernel_values import LOG2_E
 
-LOG2_E = 1.4426950408889634
 _FP32_MAX, _FP32_LEAST = 3.4028234663852886e38, 1.1754943508222875e-38
 _SIGN_FACTORS = {1: 0x3F803F80, -1: 0xBF80BF80, 0: 0}      # two bf16 of the scale's sign
 _PARAMS = struct.Struct("<17Q5iIf4x")                        # every field falls on its natural alignment

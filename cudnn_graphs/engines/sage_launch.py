@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 
 from ..arguments import SageArguments
+from .kernel_values import LOG2_E
 
-LOG2_E = 1.4426950408889634
 _PARAMS = struct.Struct("<11Q11if")
 
 

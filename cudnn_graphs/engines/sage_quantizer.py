@@ -11,8 +11,9 @@ from ..runtime.cubins import CubinCache
 from ..runtime.devices import DeviceFacts
 from ..runtime.nvrtc import KernelSource
 from ..runtime.streams import current_raw_stream, on_device
+from .kernel_values import element_name
 
-CUDA_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 THREADS, SUM_LANES = 128, 32                # SageQuantizeConfig
 _PARAMS = struct.Struct("<14Q12q7i4x")           # SageQuantizeParams
 
@@ -20,7 +21,7 @@ _PARAMS = struct.Struct("<14Q12q7i4x")           # SageQuantizeParams
 @functools.cache
 def quantizer_source(dtype: torch.dtype, vector: bool) -> KernelSource:
     """vector: every row is contiguous and starts on 16 bytes."""
-    element = CUDA_TYPES[dtype]
+    element = element_name(dtype)
     entry = f"sage_quantize_{element}" + ("" if vector else "_strided")
     return KernelSource(entry, f"""#include "portable/sage_quantize.cuh"
 extern "C" __global__ void __launch_bounds__({THREADS}, {_blocks_per_sm(dtype, vector)}) {entry}(const __grid_constant__ SageQuantizeParams p) {{

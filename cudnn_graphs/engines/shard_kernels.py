@@ -18,9 +18,9 @@ from ..runtime.devices import DeviceFacts
 from ..runtime.launch import LoadedKernel
 from ..runtime.nvrtc import KernelSource
 from ..runtime.streams import current_raw_stream, on_device
+from .kernel_values import element_name
 from .paged_launch import pack_params
 
-CUDA_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}     # names in kernels/common/numeric.cuh
 _MERGE_WARPS = 4                # kGatheredWarps in kernels/portable/merge_gathered.cuh
 _MERGE = struct.Struct("<3Q6q3i4x")     # MergeGatheredParams
 _EXCHANGE_WARPS = 16            # kExchangeWarps in kernels/portable/exchange_parts.cuh
@@ -42,21 +42,21 @@ extern "C" __global__ void __launch_bounds__({threads}) {entry}(const __grid_con
 
 @functools.cache
 def gathered_source(dtype: torch.dtype, head_dim: int) -> KernelSource:
-    entry = f"merge_gathered_{CUDA_TYPES[dtype]}_d{head_dim}"
+    entry = f"merge_gathered_{element_name(dtype)}_d{head_dim}"
     return KernelSource(entry, f"""#include "portable/merge_gathered.cuh"
 extern "C" __global__ void __launch_bounds__({32 * _MERGE_WARPS}) {entry}(const __grid_constant__ MergeGatheredParams p) {{
-    merge_gathered<{CUDA_TYPES[dtype]}, {head_dim}>(p);
+    merge_gathered<{element_name(dtype)}, {head_dim}>(p);
 }}
 """, threads=32 * _MERGE_WARPS)
 
 
 @functools.cache
 def exchange_source(dtype: torch.dtype, head_dim: int) -> KernelSource:
-    entry = f"exchange_parts_{CUDA_TYPES[dtype]}_d{head_dim}"
+    entry = f"exchange_parts_{element_name(dtype)}_d{head_dim}"
     one_an_sm = ", 1" if head_dim > 128 else ""         # else it spills for sm_100; where it need not be said, 8 registers fewer
     return KernelSource(entry, f"""#include "portable/exchange_parts.cuh"
 extern "C" __global__ void __launch_bounds__({32 * _EXCHANGE_WARPS}{one_an_sm}) {entry}(const __grid_constant__ ExchangeParams p) {{
-    PartExchange<{CUDA_TYPES[dtype]}, {head_dim}>(p).run();
+    PartExchange<{element_name(dtype)}, {head_dim}>(p).run();
 }}
 """, threads=32 * _EXCHANGE_WARPS)
 

@@ -14,7 +14,8 @@ from ..descriptor import SparseBlockDescriptor
 from ..runtime.devices import DeviceFacts
 from ..runtime.launch import LoadedKernel, zero_memory
 from ..runtime.nvrtc import KernelSource
-from .paged_launch import CUDA_TYPES, pack_params
+from .kernel_values import element_name
+from .paged_launch import pack_params
 from .tensor_maps import encode_tensor_map
 
 _SPLITS = (1, 2, 4, 8)          # blocks of a portable cluster
@@ -100,7 +101,7 @@ def box_tokens(descriptor: SparseBlockDescriptor) -> int:
 
 
 def _source(descriptor: SparseBlockDescriptor, tile: Tile, box: int) -> KernelSource:
-    dtype, d = CUDA_TYPES[descriptor.qk_dtype], descriptor.head_dim
+    dtype, d = element_name(descriptor.qk_dtype), descriptor.head_dim
     masks = [name for name in ("causal", "valid_bits") if name in descriptor.masks]
     several = [f"{name}{count}" for name, count in (("chains", tile.chains), ("split", tile.splits)) if count > 1]
     entry = "_".join(["sm90_paged", dtype, f"d{d}", f"m{tile.rows}", f"box{box}", *masks, *several])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CaptureError, problem
-from .files import read_checked, write_atomic
+from .files import header_path, read_checked, write_atomic
 from .nvrtc import Cubin, KernelSource, Resources, compile_cubin, nvrtc_version, source_digest
 
 if TYPE_CHECKING:       # they import torch, which a process that only compiles can do without
@@ -80,12 +80,13 @@ class CubinCache:
         return cubin
 
     def _shrink(self) -> None:
-        """Delete the oldest files beyond the bound, the header first, so that no reader finds half of one."""
+        """Delete the oldest files beyond the bound, the header first, so that no reader finds half of one. A process that ended between
+        the two leaves an image without a header, which ages like any other."""
         assert self.directory is not None
         with contextlib.suppress(OSError):      # other processes share it, and delete too
-            headers = sorted(self.directory.glob("*.cubin.json"), key=lambda path: path.stat().st_mtime)
-            for header in headers[:max(len(headers) - self.max_entries, 0)]:
-                for path in (header, header.with_suffix("")):
+            images = sorted(self.directory.glob("*.cubin"), key=lambda path: path.stat().st_mtime)
+            for image in images[:max(len(images) - self.max_entries, 0)]:
+                for path in (header_path(image), image):
                     path.unlink(missing_ok=True)
 
     def _read(self, key: str) -> Cubin | None:

@@ -22,6 +22,11 @@ DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memor
 template <int kPending>
 DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory"); }
 
+// To a global address that came as a number, of whose space the compiler knows nothing.
+DEVICE void store_global16(u64 to, const u32 (&x)[4]) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+
 // A load that stays where it is written.
 DEVICE uint4 load_shared16(u32 from) {
     uint4 x;

@@ -187,11 +187,20 @@ private:
     // Scores of the next tile, values of the one before.
     DEVICE void next_tile(bool last) {
         const Cursor before = tile.before();
+        bool clean, moved;
         issue_scores();
-        await_values(before);
-        issue_values(before);
-        const bool clean = finish_scores<1>(last);
-        const bool moved = softmax.step(s, p.scale_log2);
+        if constexpr (Plan::kKeyStages == 0) {      // V came after its K, and may not be there yet: first what does not need it
+            clean = finish_scores<0>(last);
+            moved = softmax.follow(s, p.scale_log2);
+            await_values(before);
+            issue_values(before);
+            softmax.template exponentiate<true>(s, p.scale_log2);
+        } else {
+            await_values(before);
+            issue_values(before);
+            clean = finish_scores<1>(last);
+            moved = softmax.step(s, p.scale_log2);
+        }
         finish_values(before);
         if (moved) rescale_output();
         round_probabilities();

@@ -40,12 +40,15 @@ DEVICE void store_rows(const PagedParams& p, const WorkItem& w, float (&o)[Plan:
                        bool bad, int row, int lane) {
     using T = typename Plan::Element;
     const RowStore<Plan> store{p, w};
+    // Lane i finds where row i of the warp's sixteen lies: divisions by the group are long.
+    const int mine = row - lane / 4 + lane % 16;
+    const u64 place = mine < w.count ? u64(store.out(mine)) : 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half, row += 8) {
         const float sum = bad ? 0.f : quad_sum(softmax.sum[half]);
         const float inverse = 1.f / sum;
         const bool live = row < w.count;
-        T* out = live ? store.out(row) : nullptr;
+        const u64 out = __shfl_sync(~0u, place, lane / 4 + 8 * half) + 16 * (lane % 4);
         if (live && lane % 4 == 0) store.lse(row, softmax.top[half], sum);
 #pragma unroll
         for (int c = 0; c < Plan::kHeadDim / 32; ++c) {
@@ -57,7 +60,7 @@ DEVICE void store_rows(const PagedParams& p, const WorkItem& w, float (&o)[Plan:
                 packed[i] = sum == 0.f ? 0 : pack2<T>(x[2 * half] * inverse, x[2 * half + 1] * inverse);
             }
             transpose_quad(packed, lane);
-            if (live) *reinterpret_cast<uint4*>(out + 32 * c + 8 * (lane % 4)) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+            if (live) store_global16(out + 64 * c, packed);
         }
     }
 }

@@ -24,7 +24,8 @@ struct Consumer {
     static DEVICE QsaUnionMemory<Plan>& memory() { return qsa_memory<Plan>(); }
     static DEVICE int wg() { return threadIdx.x / 128; }
     // The first of this thread's two rows, of 64; the other is 8 on.
-    static DEVICE int row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+    static DEVICE int row() { return row_of(threadIdx.x); }
+    static DEVICE int row_of(int thread) { return thread / 32 % 4 * 16 + thread % 32 / 4; }
     DEVICE const StepNotes<Plan>& notes() const { return memory().steps[slot_of<Plan::kSteps>(step)]; }
     DEVICE void await_step() const { barrier_wait(memory().step_full[slot_of<Plan::kSteps>(step)], trip_of<Plan::kSteps>(step)); }
 
@@ -180,13 +181,14 @@ struct Consumer {
                 for (int i = 0; i < 4; ++i) probe = fmaf(out[n][j][i], 0.f, probe);
         const bool tainted = __any_sync(~0u, !(probe == 0.f));
         if (tainted && lane == 0 && atomicExch(p.item_mode + item, kTaintedMode) == kUnionMode) leave_to_gather(p, item);
+        const int row = row_of(thread_index_again());       // anew: kept across the loop it would be spilled
 #pragma unroll
-        for (int half = 0; half < 2; ++half) store_row(item, half);
+        for (int half = 0; half < 2; ++half) store_row(item, half, row + 8 * half);
     }
 
-    DEVICE void store_row(int item, int half) {
+    DEVICE void store_row(int item, int half, int m) {
         const float total = quad_sum(softmax.sum[half]), inverse = total == 0.f ? 0.f : 1.f / total;
-        const int m = row() + 8 * half, query = m / Plan::kGroup, t = item / p.num_kv_heads * Plan::kQueries + wg() * Plan::kWgQueries + query;
+        const int query = m / Plan::kGroup, t = item / p.num_kv_heads * Plan::kQueries + wg() * Plan::kWgQueries + query;
         if (query >= Plan::kWgQueries || t >= p.num_tokens) return;
         const int heads = p.num_kv_heads * Plan::kGroup, head = item % p.num_kv_heads * Plan::kGroup + m % Plan::kGroup;
         const i64 at = (i64(t) * heads + head) * kQsaDim + 2 * (lane % 4);
