@@ -1,7 +1,7 @@
 """What one launch is handed: the tensors and live sizes of a call, already checked by its operation.
 
 An operation's signature makes these (`Signature.bind`), a plan carries them to its engine's executable,
-and nothing in between looks inside.
+and nothing in between looks inside, but to see that a workspace meets none of its tensors.
 """
 
 from __future__ import annotations
@@ -9,13 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
-
-def span_bytes(value: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
-    if value.is_contiguous() or not value.numel():
-        return value.nbytes
-    return (1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride()))) * value.element_size()
 
 
 @dataclass(slots=True)

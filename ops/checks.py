@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
-from ..arguments import span_bytes
 from ..errors import problem
+from ..memory import meets_itself, share_memory
 
 INT32_MAX = 2**31 - 1
 SCALES = (1e-37, 1e37)        # what stays finite and normal in fp32, with log2(e) multiplied in
@@ -99,41 +98,11 @@ def row_aligned(name: str, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _extent(value: torch.Tensor) -> tuple[int, int]:
-    """First byte and the one past the last that a tensor's elements touch."""
-    start = value.data_ptr()
-    return start, start + span_bytes(value)
-
-
-class _Layout:
-    """A tensor's addresses as numpy sees them; nothing behind them is touched."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        size = value.element_size()
-        self.__array_interface__ = {"data": (value.data_ptr(), False), "shape": tuple(value.shape), "typestr": f"|V{size}", "version": 3,
-                                    "strides": tuple(s * size for s in value.stride())}
-
-
-def _meets_itself(value: torch.Tensor) -> bool:
-    """Whether two elements share an address. Strides that each step over all that is inside them cannot; others are counted."""
-    dims = sorted((s, n) for s, n in zip(value.stride(), value.shape) if n > 1)
-    if all(s > sum((n - 1) * t for t, n in dims[:i]) for i, (s, _) in enumerate(dims)):
-        return False
-    offsets = np.zeros(1, dtype=np.int64)
-    for s, n in dims:
-        offsets = np.unique(np.add.outer(offsets, s * np.arange(n)))
-    return offsets.size < value.numel()
-
-
 def no_overlap(name: str, written: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
     """ValueError where `written` shares a byte with another tensor or with itself. Exact for strided views."""
-    if not written.is_contiguous() and _meets_itself(written):
+    if meets_itself(written):
         raise ValueError(problem(name, f"an expanded or overlapping tensor, strides {list(written.stride())}", "one address per element",
                                  "allocate it with torch.empty"))
-    start, end = _extent(written)
     for other_name, other in others.items():
-        if other is None:
-            continue
-        other_start, other_end = _extent(other)
-        if start < other_end and other_start < end and np.shares_memory(np.asarray(_Layout(written)), np.asarray(_Layout(other))):
+        if other is not None and share_memory(written, other):
             raise ValueError(problem(name, f"memory shared with {other_name}", "memory of its own", "give another buffer"))

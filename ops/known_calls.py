@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 from operator import add
 from typing import Any
 
 import torch
 
-from ..arguments import span_bytes
+from ..memory import span_bytes
 from ..runtime.devices import DeviceFacts
 
 Structure = tuple[Any, ...]
@@ -61,7 +62,10 @@ class Call:
 
 
 class KnownCalls:
-    """The structures of calls that passed."""
+    """The structures of calls that passed, of one signature. Its `bind`, where it validates, goes in this order: `look`; unless
+    `known`, check the inputs; allocate what outputs are not given; unless `apart`, check the outputs and `remember`. A call that
+    is never remembered is checked in full each time; one that is remembered before its last check is not checked again.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Structure, _Known] = {}
@@ -115,3 +119,11 @@ class KnownCalls:
                 self._known.clear()
             spans = tuple(0 if value is None else span_bytes(value) for value in (*outputs, *inputs))
             self._known[call.structure] = _Known(spans, next(_numbers))
+
+
+class RemembersCalls:
+    """A signature with KnownCalls of its own."""
+
+    @cached_property
+    def _passed(self) -> KnownCalls:
+        return KnownCalls()

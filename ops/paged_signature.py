@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,7 +14,7 @@ from ..errors import problem
 from ..planning.signature import Signature, register_signature
 from ..runtime.devices import DeviceFacts
 from . import checks
-from .known_calls import KnownCalls
+from .known_calls import RemembersCalls
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_DIMS = (64, 128, 256)
@@ -25,7 +24,7 @@ PagedKVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @register_signature
 @dataclass(frozen=True)
-class PagedBlockSparseSignature(Signature):
+class PagedBlockSparseSignature(RemembersCalls, Signature):
     """Facts of one paged block-sparse attention that change the plan built for it.
 
     batch_size, max_seq_len_kv (tokens) and max_blocks_per_row are capacities: a plan runs anything smaller.
@@ -82,9 +81,10 @@ class PagedBlockSparseSignature(Signature):
             raise ValueError(problem("page_size", self.page_size, f"one of {PAGE_SIZES}", "lay the cache out in pages of such a size"))
         if self.kv_block_size not in (8, 16, 32) and self.kv_block_size % 64:
             raise ValueError(problem("kv_block_size", self.kv_block_size, "8, 16, 32 or a multiple of 64", "choose blocks of such a size"))
-        if self.packed_rows % 8:
-            smallest = 8 // math.gcd(8, self.num_qo_heads // self.num_kv_heads)
-            raise ValueError(problem("q_block_size", f"{self.q_block_size} with {self.num_qo_heads // self.num_kv_heads} heads per KV head",
+        group = self.num_qo_heads // self.num_kv_heads
+        if self.q_block_size * group % 8:
+            smallest = 8 // math.gcd(8, group)
+            raise ValueError(problem("q_block_size", f"{self.q_block_size} with {group} heads per KV head",
                                      "q_block_size * (num_qo_heads / num_kv_heads) a multiple of 8", f"the smallest that works is {smallest}"))
         if self.mask_type == "causal" and self.seq_len_q > self.max_seq_len_kv:
             raise ValueError(problem("seq_len_q", self.seq_len_q, f"at most max_seq_len_kv ({self.max_seq_len_kv}) under the causal mask",
@@ -106,10 +106,6 @@ class PagedBlockSparseSignature(Signature):
     def all_blocks(self) -> int:
         """Blocks of a request of max_seq_len_kv tokens."""
         return -(-self.max_seq_len_kv // self.kv_block_size)
-
-    @property
-    def packed_rows(self) -> int:
-        return self.q_block_size * (self.num_qo_heads // self.num_kv_heads)
 
     @property
     def rows(self) -> int:
@@ -171,10 +167,6 @@ class PagedBlockSparseSignature(Signature):
             self._check_outputs(arguments, *outputs, known=call.known)
             self._passed.remember(call, outputs, inputs)
         return arguments
-
-    @cached_property
-    def _passed(self) -> KnownCalls:
-        return KnownCalls()
 
     def _check_tensors(self, device: torch.device, q: Any, cache: Any, page_indptr: Any, page_indices: Any, seq_lens: Any, block_indptr: Any,
                        block_indices: Any, block_tables: Any, valid_bits: Any) -> None:

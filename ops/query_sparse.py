@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,7 @@ from ..planning import PlanStore, default_store
 from ..planning.signature import Signature, register_signature
 from ..runtime.devices import DeviceFacts, device_facts
 from . import checks
-from .known_calls import KnownCalls
+from .known_calls import RemembersCalls
 from .qsa_metadata import BLOCK_TOKENS
 
 HEAD_DIM = 256
@@ -105,7 +104,7 @@ def _check_query(q: torch.Tensor) -> None:
 
 @register_signature
 @dataclass(frozen=True)
-class QuerySparseSignature(Signature):
+class QuerySparseSignature(RemembersCalls, Signature):
     """Facts of one packed query-sparse attention that change the plan built for it.
 
     source: "bitmap" or "indices". max_tokens is a capacity and is rounded up to a power of two (512 at least): T is a run-time size, the
@@ -174,10 +173,6 @@ class QuerySparseSignature(Signature):
             if missing := [name for name in names if name not in given]:
                 raise TypeError(problem("run", f"no {', '.join(missing)}", need, "see the operation's docstring"))
         return {name: given[name] for name in names}, given.get("scale", 1 / 16)
-
-    @cached_property
-    def _passed(self) -> KnownCalls:
-        return KnownCalls()
 
     def _check_tensors(self, device: torch.device, q: Any, k: Any, v: Any, selection: dict[str, Any]) -> None:
         for name, value in {"q": q, "k": k, "v": v, **selection}.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from ..planning.signature import Signature, register_signature
 from ..reference.sage_layout import V_LAYOUTS
 from ..runtime.devices import DeviceFacts
 from . import checks
-from .known_calls import KnownCalls
+from .known_calls import RemembersCalls
 
 HEAD_DIM, BLOCK = 128, 64
 V_LAYOUT_HELP = "v_layout='natural' for quantize_sage_qkv's default, 'interleaved16' for tensors of FlashInfer's or SageAttention's quantizers"
@@ -37,7 +36,7 @@ def check_flags(uniform: Any, contiguous: Any) -> None:
 
 @register_signature
 @dataclass(frozen=True)
-class SageBlockSparseSignature(Signature):
+class SageBlockSparseSignature(RemembersCalls, Signature):
     """Facts of one Sage block-sparse attention that change the plan built for it.
 
     batch_size, seq_len_k (tokens) and capacity (listed blocks per row) are upper bounds: a plan runs anything smaller.
@@ -109,10 +108,6 @@ class SageBlockSparseSignature(Signature):
             self._check_outputs(arguments, *outputs, known=call.known)
             self._passed.remember(call, outputs, inputs)
         return arguments
-
-    @cached_property
-    def _passed(self) -> KnownCalls:
-        return KnownCalls()
 
     def _check(self, device: torch.device, q: Any, k: Any, v: Any, q_scale: Any, k_scale: Any, v_scale: Any, index: Any, sizes: Any, counts: Any) -> None:
         _check_data("q_int8", q, torch.int8, device)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..arguments import span_bytes
 from ..engines.base import Executable
 from ..errors import problem
+from ..memory import share_memory
 from ..runtime.devices import DeviceFacts
 from ..runtime.streams import current_raw_stream, on_device
 from .signature import Signature
@@ -91,17 +91,18 @@ class Plan:
     def run(self, *args: Any, workspace: torch.Tensor | None = None, validate: bool = True, **kwargs: Any) -> Any:
         """Run the operation: its own arguments, as its wrapper's `run` takes them.
 
-        workspace: a uint8 tensor of at least `workspace_bytes` on the plan's device, 256-byte aligned, whatever is in it; runs that
-        share one must be ordered, on one stream and from one thread at a time. Absent, one buffer per (plan, stream) is kept.
+        workspace: a uint8 tensor of at least `workspace_bytes` on the plan's device, 256-byte aligned, whatever is in it, apart from the
+        call's tensors; runs that share one must be ordered, on one stream and from one thread at a time. Absent, one buffer per (plan,
+        stream) is kept.
         Nothing is copied to the host and nothing synchronizes.
         Raises TypeError and ValueError as the operation documents; `validate=False` skips those host checks.
         """
         arguments = self.signature.bind(self._built.device, *args, validate=validate, **kwargs)
-        self.launch(arguments, workspace)
+        self.launch(arguments, workspace, validate=validate)
         return arguments.result
 
-    def launch(self, arguments: Any, workspace: torch.Tensor | None = None) -> None:
-        """Launch bound arguments on the caller's current stream of the plan's device."""
+    def launch(self, arguments: Any, workspace: torch.Tensor | None = None, *, validate: bool = True) -> None:
+        """Launch bound arguments on the caller's current stream of the plan's device. validate: see that the workspace is apart from them."""
         built = self._built
         if built.device.kind == "cpu":
             built.executable.launch(arguments, 0, 0)
@@ -111,13 +112,13 @@ class Plan:
             if not self.workspace_bytes:
                 built.executable.launch(arguments, 0, stream)
             elif workspace is not None:
-                built.executable.launch(arguments, self._checked(workspace, arguments).data_ptr(), stream)
+                built.executable.launch(arguments, self._checked(workspace, arguments if validate else None).data_ptr(), stream)
             else:
                 own = built.workspace(stream)
                 with own.turn:
                     built.executable.launch(arguments, own.buffer.data_ptr(), stream)
 
-    def _checked(self, workspace: torch.Tensor, arguments: Any) -> torch.Tensor:
+    def _checked(self, workspace: torch.Tensor, arguments: Any | None) -> torch.Tensor:
         if not isinstance(workspace, torch.Tensor):
             raise TypeError(problem("workspace", type(workspace).__name__, "a uint8 tensor", "allocate plan.workspace_bytes bytes"))
         if workspace.device != self.device.torch_device or workspace.dtype != torch.uint8 or not workspace.is_contiguous():
@@ -126,10 +127,10 @@ class Plan:
         if workspace.numel() < self.workspace_bytes or workspace.data_ptr() % 256:
             raise ValueError(problem("workspace", f"{workspace.numel()} bytes at {workspace.data_ptr():#x}",
                                      f"{self.workspace_bytes} bytes aligned to 256", "allocate plan.workspace_bytes bytes"))
-        begin, end = workspace.data_ptr(), workspace.data_ptr() + self.workspace_bytes
-        for name in arguments.__slots__:
+        used = workspace[:self.workspace_bytes]
+        for name in () if arguments is None else arguments.__slots__:
             value = getattr(arguments, name)
-            if isinstance(value, torch.Tensor) and value.data_ptr() < end and begin < value.data_ptr() + span_bytes(value):
+            if isinstance(value, torch.Tensor) and share_memory(used, value):
                 raise ValueError(problem("workspace", f"memory shared with {name}", "memory of its own", "give another buffer"))
         return workspace
 
