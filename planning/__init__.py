@@ -2,9 +2,10 @@
 
 from ..errors import PlanMissError
 from .plan import Plan
+from .process_store import default_store
 from .ranking import choose
 from .signature import Signature, register_signature
-from .store import PlanStore, StoreStats, default_store
+from .store import PlanStore, StoreStats
 from .support import ENGINES, REQUIREMENTS, Verdict, verdict
 
 __all__ = ["ENGINES", "REQUIREMENTS", "Plan", "PlanMissError", "PlanStore", "Signature", "StoreStats", "Verdict", "choose", "default_store",

@@ -20,7 +20,7 @@ from rich.table import Table
 from .disk import DiskEntry, PlanDirectory
 from .entry_text import KEY_SHOWN, age, columns, count, leaves, seconds, sections, size, text
 from .html_page import write_page
-from .store import default_root
+from .process_store import default_root
 from .tables import pairs_table, plain, table_of
 
 

@@ -13,8 +13,8 @@ from rich.markup import escape
 from ..runtime.devices import CPU, DeviceFacts, device_facts
 from ..runtime.environment import versions
 from ..runtime.files import untrusted
+from .process_store import default_root
 from .signature import Signature
-from .store import default_root
 from .support import ENGINES, verdict
 from .tables import pairs_table, table_of
 

@@ -16,10 +16,9 @@ HOPPER = (9, 0)
 READ_BOUND, FEW_ROWS, REUSE = "read-bound", "read-bound, few rows", "reuse"
 
 MEASURED: dict[tuple[str, tuple[int, int], str], tuple[str, ...]] = {
-    # H200 (tests/gpu_report.json): reading K and V once, the small-tile kernel of `portable` keeps more loads in flight (P6 4.19 against
-    # 3.95 TB/s, P5 3.94 against 3.88), until there are too few rows for the SMs, which a cluster of `sm90` shares without a second
-    # launch: P7 takes it 57 us where `portable` takes 65, though replayed in a graph 41.8 where that takes 40.7. Wherever rows share
-    # K and V, the tensor cores decide (P1 to P4, Q1 to Q4, S1 to S3).
+    # H200 (the README's table): reading K and V once, the small-tile kernel of `portable` keeps more loads in flight (P5, P6), until
+    # there are too few rows for the SMs, which a cluster of `sm90` shares without a second launch: called eagerly it is the faster at
+    # P7, though replayed in a graph the slower by 2%. Wherever rows share K and V, the tensor cores decide (P1 to P4, Q1 to Q4, S1 to S3).
     ("csr/paged", HOPPER, READ_BOUND): ("portable", "sm90", "cudnn"),
     ("csr/paged", HOPPER, FEW_ROWS): ("sm90", "portable", "cudnn"),
     ("csr/paged", HOPPER, REUSE): ("sm90", "cudnn", "portable"),

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import logging
 import os
-import shlex
 import threading
 import time
 from collections import OrderedDict
@@ -31,6 +29,7 @@ from ..runtime.files import untrusted, unwritable
 from ..runtime.streams import is_capturing
 from .disk import DiskEntry, PlanDirectory, entry_key
 from .engines import engine_named
+from .miss_text import miss_text
 from .plan import BuiltPlan, Plan
 from .ranking import choose
 from .signature import Signature
@@ -112,7 +111,7 @@ class PlanStore:
             with self._lock:
                 if slot in self._built:
                     self._built.move_to_end(slot)
-                    self._uses[slot[0]] = self._uses.get(slot[0], 0) + 1
+                    self._count_use(slot[0])
                     self._stats.hits += plan.built_for is plan.signature
                     self._stats.fits += plan.built_for is not plan.signature
                     return plan
@@ -183,13 +182,16 @@ class PlanStore:
                 if not flight.threads:
                     del self._flights[key]
 
+    def _count_use(self, key: str) -> None:
+        self._uses[key] = self._uses.get(key, 0) + 1
+
     def _in_memory(self, slot: Slot) -> BuiltPlan | None:
         with self._lock:
             built = self._built.get(slot)
             if built is not None:
                 self._built.move_to_end(slot)
                 self._stats.hits += 1
-                self._uses[slot[0]] = self._uses.get(slot[0], 0) + 1
+                self._count_use(slot[0])
             return built
 
     def _fitting(self, exact: str, signature: Signature, engine: str, device: DeviceFacts) -> BuiltPlan | None:
@@ -209,7 +211,7 @@ class PlanStore:
             if built is not None and built.signature.fits(signature):
                 with self._lock:
                     self._stats.fits += 1
-                    self._uses[key] = self._uses.get(key, 0) + 1
+                    self._count_use(key)
                 return built
         return None
 
@@ -244,7 +246,7 @@ class PlanStore:
         with self._lock:
             self._stats.loads += 1
             self._stats.load_seconds += seconds
-            self._uses[key] = self._uses.get(key, 0) + 1
+            self._count_use(key)
         self._keep(key, built)
         return built
 
@@ -252,7 +254,7 @@ class PlanStore:
         with self._lock:
             self._stats.misses += 1
         if self._frozen:
-            raise PlanMissError(self._miss_text(signature, engine, device))
+            raise PlanMissError(miss_text(signature, engine, device, self._signatures(), self.root))
         _refuse_capture(device, f"building {signature.label}")
         start = time.perf_counter()
         compiled, header = self._compile(signature, engine, declined, device)
@@ -418,34 +420,12 @@ class PlanStore:
             keys |= set(self._disk.clear())
         return len(keys)
 
-    def _miss_text(self, signature: Signature, engine: str, device: DeviceFacts) -> str:
-        nearest = min((s for s in self._signatures() if type(s) is type(signature)), default=None,
-                      key=lambda s: (len(signature.differences(s)), s.label))
-        text = f"signature: got {signature.label} for {engine} on {device.name}, which the frozen store does not hold; "
-        if nearest is None:
-            text += "need a plan built before freeze(), and the store holds none of this type; "
-        else:
-            differing = ", ".join(f"{n} {mine!r} (cached: {theirs!r})" for n, (mine, theirs) in signature.differences(nearest).items())
-            text += f"nearest cached: {nearest.label}, differing in {differing or 'engine or device only'}; "
-        text += "build it with store.build([signature]) before freeze()"
-        return text if self.root is None else f"{text}, or: {_build_command(signature, engine, device, self.root)}"
-
     def _signatures(self) -> list[Signature]:
         with self._lock:
             known = {b.signature for b in self._built.values()}
         if self._disk is not None:
             known |= {e.signature for e in self._disk.entries() if e.signature is not None}
         return list(known)
-
-
-def _build_command(signature: Signature, engine: str, device: DeviceFacts, root: Path) -> str:
-    """What a shell in the checkout runs to write this one entry. bash or zsh for a device that is not here: its properties come with it."""
-    if device.kind == "cpu" or device.index is not None:
-        target = f"--device {device.torch_device}"
-    else:
-        target = "--device-props " + (f"<(echo {shlex.quote(device.properties)})" if device.properties else "FILE")
-    signatures, where = shlex.quote(json.dumps([signature.to_json()])), shlex.quote(str(root.absolute()))
-    return f"echo {signatures} | python scripts/build_plans.py - --store {where} --engine {engine} {target}"
 
 
 def _refuse_capture(device: DeviceFacts | None, what: str) -> None:
@@ -464,31 +444,4 @@ def _track(signatures: list[Signature], progress: bool) -> Iterable[Signature]:
     return track(signatures, description="building plans")
 
 
-def default_root() -> Path:
-    """`$CUDNN_GRAPHS_CACHE_DIR`, else `$XDG_CACHE_HOME/cudnn_graphs`, else `~/.cache/cudnn_graphs`."""
-    if chosen := os.environ.get("CUDNN_GRAPHS_CACHE_DIR"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cudnn_graphs"
-
-
-_opening = threading.Lock()
-_default: PlanStore | None = None
-
-
-def default_store() -> PlanStore:
-    """The process's own store, on disk at the default root, opened at first use: one, however many threads are first.
-    In memory only, with a warning, where the user has no home directory."""
-    global _default
-    if _default is None:
-        with _opening:
-            if _default is None:
-                try:
-                    root = default_root() / "plans"
-                except RuntimeError as error:
-                    log.warning("no directory for plans (%s): they stay in memory; set CUDNN_GRAPHS_CACHE_DIR", error)
-                    root = None
-                _default = PlanStore(root)
-    return _default
-
-
-__all__ = ["DiskEntry", "PlanStore", "StoreStats", "default_root", "default_store", "entry_key"]
+__all__ = ["DiskEntry", "PlanStore", "StoreStats", "entry_key"]

@@ -29,10 +29,10 @@ from paged_cases import PagedCase
 from cudnn_graphs import PagedBlockSparseSignature, PlanMissError, PlanStore
 from cudnn_graphs.engines.base import Compiled
 from cudnn_graphs.errors import CaptureError, CudnnGraphsError
-from cudnn_graphs.planning import default_store
+from cudnn_graphs.planning import default_store, process_store
 from cudnn_graphs.planning import plan as plan_module
 from cudnn_graphs.planning import store as store_module
-from cudnn_graphs.planning.store import default_root
+from cudnn_graphs.planning.process_store import default_root
 from cudnn_graphs.runtime import environment, streams
 from cudnn_graphs.runtime import files as files_module
 from cudnn_graphs.runtime.cubins import CubinCache
@@ -917,7 +917,7 @@ def test_a_directory_out_of_reach_is_memory_only(engine, tmp_path, warnings, mon
 
 
 def test_default_store_is_one_however_many_threads_are_first(monkeypatch):
-    monkeypatch.setattr(store_module, "_default", None)
+    monkeypatch.setattr(process_store, "_default", None)
     opened, together = [], threading.Barrier(8)
 
     def ask() -> None:
@@ -935,8 +935,8 @@ def test_default_store_is_one_however_many_threads_are_first(monkeypatch):
 def test_default_store_without_a_home_directory(monkeypatch, warnings):
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
-    monkeypatch.setattr(store_module, "_default", None)
-    monkeypatch.setattr(store_module, "default_root", homeless)
+    monkeypatch.setattr(process_store, "_default", None)
+    monkeypatch.setattr(process_store, "default_root", homeless)
     assert default_store().root is None
     said = warnings()
     assert len(said) == 1 and "CUDNN_GRAPHS_CACHE_DIR" in said[0]
