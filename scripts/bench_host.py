@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -105,6 +106,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench_host: got no CUDA device; need one; run it on a machine with a GPU")
     rows = host_costs()
     Console(width=110).print(host_table(rows))
     if options.json:

@@ -76,9 +76,10 @@ def _beside(result: dict[str, Any]) -> list[str]:
 
 def host_markdown(rows: list[dict[str, Any]]) -> str:
     """What bench_host.py measured: microseconds, a row for each operation and engine."""
-    lines = ["| operation | engine | `run()` | of that, launches | added | added with `validate=False` |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = ["| operation | engine | `run()` | of that, launches | added | added with `validate=False` | plan lookup |",
+             "| --- | --- | --- | --- | --- | --- | --- |"]
     lines += [f"| {row['operation']} | `{row['engine']}` | {row['run_us']:.1f} | {row['launches_us']:.1f} | {row['adds_us']:.1f} | "
-              f"{row['unvalidated_us'] - row['launches_us']:.1f} |" for row in rows]
+              f"{row['unvalidated_us'] - row['launches_us']:.1f} | {row['lookup_us']:.1f} |" for row in rows]
     return "\n".join(lines)
 
 

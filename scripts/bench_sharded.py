@@ -42,6 +42,9 @@ class Rank:
     """This process, its GPU and its streams."""
 
     def __init__(self) -> None:
+        if "RANK" not in os.environ or torch.cuda.device_count() < 2:
+            sys.exit(f"bench_sharded: got {torch.cuda.device_count()} CUDA devices, RANK {os.environ.get('RANK')}; need two or more and torchrun; "
+                     "torchrun --nproc-per-node 2 scripts/bench_sharded.py")
         self.index, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(self.device)

@@ -8,6 +8,7 @@ NCCL with a GPU for each rank, gloo on the CPU otherwise. Rank 0 prints each ste
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import torch
@@ -83,6 +84,8 @@ def main() -> None:
 
 def join() -> torch.device:
     """The process group that torchrun describes, and this rank's device."""
+    if "LOCAL_RANK" not in os.environ:
+        sys.exit("demo_sharded: got no process group; need torchrun's; torchrun --nproc-per-node 2 scripts/demo_sharded.py")
     local = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         device = torch.device("cuda", local)

@@ -9,6 +9,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "tests" / "gpu_report.json"
 PENDING = ROOT / "tests" / "gpu_pending.txt"
+TWO_GPUS = "needs two CUDA devices"      # why a test is skipped; such tests and the section `sharded` may be older than the sources
 PATTERNS = ("cudnn_graphs/kernels/**/*.cuh", "cudnn_graphs/graphs/*.py", "cudnn_graphs/engines/*.py", "cudnn_graphs/runtime/*.py")
 
 

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import bench_report
-from gpu_sources import is_current
+from gpu_sources import TWO_GPUS, is_current
 
 import cudnn_graphs.ops  # noqa: F401 - the package as installed, with every signature type
 from cudnn_graphs.planning.support import ENGINES, REQUIREMENTS
@@ -35,7 +36,7 @@ def tables() -> dict[str, str]:
     """What the README holds between `<!-- NAME: written by ... -->` and `<!-- end of the NAME -->`."""
     report = json.loads(bench_report.REPORT.read_text())
     bench, sharded, tests = report.get("bench"), report.get("sharded"), report["tests"]["tests"]
-    left_out = sum("two CUDA devices" in test.get("reason", "") for test in tests.values())
+    left_out = sum(TWO_GPUS in test.get("reason", "") for test in tests.values())
     return {"support matrix": support_matrix(),
             "host cost": UNPROVEN if bench is None or "host" not in bench else bench_report.host_markdown(bench["host"]),
             "split cache": UNPROVEN if sharded is None or sharded["exit_code"] else _two_gpus(sharded, left_out),
@@ -60,8 +61,10 @@ def updated(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    text = README.read_text()
-    if arguments == ["--check"]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a table is out of step, and write nothing")
+    check, text = parser.parse_args(arguments).check, README.read_text()
+    if check:
         if updated(text) != text:
             print("README.md: a table is out of step; run python scripts/update_readme.py", file=sys.stderr)
             return 1

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-from gpu_sources import REPORT, ROOT, pending, source_digests
+from gpu_sources import REPORT, ROOT, TWO_GPUS, pending, source_digests
 
-SECTIONS = ("tests", "sanitizer", "bench", "soak")
-TWO_GPUS = "two CUDA devices"       # `sharded` and these tests may be older, or left out: the README says so beside their figures
+CURRENT = ("tests", "sanitizer", "bench", "soak")
+SECTIONS = (*CURRENT, "sharded")    # two GPUs are not always at hand: the README says beside its figures where they are older
 
 
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("section", CURRENT)
 def test_report_matches_the_sources(section):
     excused, report = pending(), json.loads(REPORT.read_text())
     if section in excused:
@@ -24,7 +24,8 @@ def test_report_matches_the_sources(section):
     assert section in report, f"the report has no {section}; run scripts/gpu_check.py {section} on a GPU, or say why not in tests/gpu_pending.txt"
     now, made_from = source_digests(), report[section]["sources"]
     changed = sorted(p for p in {**now, **made_from} if now.get(p) != made_from.get(p) and p not in excused)
-    assert not changed, f"{section} was proven with other sources: {changed}; run scripts/gpu_check.py on a GPU, or name them in tests/gpu_pending.txt"
+    assert not changed, (f"{section} was proven with other sources: {changed}; run scripts/gpu_check.py {section} on a GPU, "
+                         "or name them in tests/gpu_pending.txt")
 
 
 def test_every_gpu_test_passed():
@@ -77,7 +78,10 @@ def test_the_benchmark_ended_and_no_engine_of_ours_was_wrong():
 
 
 def test_the_split_cache_was_right_and_larger_than_one_gpu():
-    sharded = json.loads(REPORT.read_text())["sharded"]
+    report = json.loads(REPORT.read_text())
+    if "sharded" not in report and "sharded" in pending():
+        pytest.skip(pending()["sharded"])
+    sharded = report["sharded"]
     assert sharded["exit_code"] == 0, sharded.get("output")
     assert {w["workload"] for w in sharded["workloads"]} == {"P6", "P6 x 4"} and sharded["large"]["cache_of_gpus"] >= 1.69
 

@@ -101,8 +101,9 @@ print(json.dumps([light, heavy, torch.cuda.is_initialized(), sorted(set(os.listd
 
 
 def test_public_names_resolve_and_unknown_ones_do_not(python, tmp_path):
-    code = "import cudnn_graphs as c; print(all(getattr(c, n) is not None for n in dir(c)), hasattr(c, 'no_such_name'))"
-    assert call(python, "-c", code, cwd=tmp_path).split() == ["True", "False"]
+    code = ("import cudnn_graphs as c, cudnn_graphs.ops as o; print(all(getattr(c, n) is not None for n in dir(c)), hasattr(c, 'no_such_name'), "
+            "set(c._OPS) == set(o.__all__))")
+    assert call(python, "-c", code, cwd=tmp_path).split() == ["True", "False", "True"]
 
 
 def test_no_generic_import_name(python, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from shards import round_robin, shard
 from test_paged_gpu import KERNEL_ENGINES, NAN
 from test_sharded import SCENARIOS, assert_none_wrong, interleave, spawn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+from gpu_sources import TWO_GPUS
+
 import cudnn_graphs.planning.store as store_module
 from cudnn_graphs import PlanStore, merge_attention_states
 from cudnn_graphs.engines.base import Compiled
@@ -28,7 +32,7 @@ from cudnn_graphs.runtime.cubins import CubinCache
 from cudnn_graphs.runtime.devices import DeviceFacts
 from cudnn_graphs.runtime.streams import is_capturing
 
-two_gpus = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+two_gpus = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason=TWO_GPUS)]
 gpus = lambda test: two_gpus[0](two_gpus[1](test))  # noqa: E731
 
 
