@@ -10,11 +10,11 @@ import json
 import sys
 
 import torch
-from rich.console import Console
 
 from .ops import PagedBlockSparseSignature, QuerySparseSignature, SageBlockSparseSignature
 from .planning import inspect
 from .planning.machine import machine_report, machine_tables
+from .planning.tables import PlainConsole, until_the_reader_leaves
 
 PLAIN = (
     PagedBlockSparseSignature(batch_size=1, seq_len_q=64, max_seq_len_kv=1024, num_qo_heads=8, num_kv_heads=1, head_dim=128, q_block_size=64,
@@ -44,7 +44,7 @@ def _env(as_json: bool) -> int:
     if as_json:
         print(json.dumps(report, indent=2))
     else:
-        Console(highlight=False).print(machine_tables(report))
+        PlainConsole().print(machine_tables(report))
     return 0
 
 
@@ -63,4 +63,4 @@ def _device_props(index: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_the_reader_leaves(main))

@@ -46,7 +46,7 @@ def positive_scale(name: str, value: Any, default: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(problem(name, f"{type(value).__name__} {value!r}", "a number", f"pass a float, or None for {default:g}"))
     if not SCALES[0] <= value <= SCALES[1]:
-        raise ValueError(problem(name, value, f"a finite number > 0, from {SCALES[0]:g} to {SCALES[1]:g}", f"pass a float, or None for {default:g}"))
+        raise ValueError(problem(name, f"{value!s:.40}", f"a finite number > 0, from {SCALES[0]:g} to {SCALES[1]:g}", f"pass a float, or None for {default:g}"))
     return float(value)
 
 

@@ -51,6 +51,7 @@ def _weights(lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _parts(name: str, value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
+        checks.tensor(name, value)
         if value.dim() == 0:
             raise ValueError(problem(name, "a tensor of rank 0", "parts along dim 0", "stack the parts, or pass a list"))
         return list(value.unbind(0))

@@ -8,7 +8,7 @@ import torch
 
 from ..engines.paged_inspection import Inspection, inspect_paged
 from ..errors import CaptureError, CudnnGraphsError, problem
-from ..planning import Plan, PlanStore, default_store
+from ..planning import Plan, PlanStore, store_or_default
 from ..runtime.devices import device_facts
 from ..runtime.streams import is_capturing
 from . import checks
@@ -50,7 +50,7 @@ def block_sparse_attention_with_paged_kv_cache(
                                    "use BlockSparsePagedTSWrapper: plan() before, run() inside"))
     checks.tensor("q", q)
     facts = device_facts(q.device)
-    store = default_store() if store is None else store
+    store = store_or_default(store)
     widest = PagedBlockSparseSignature(**call_facts(q, paged_kv_cache, block_indptr, block_tables, q_block_size, kv_block_size, max_seq_len_kv,
                                                     kv_valid_bits, mask_type, return_lse))
     arguments = widest.bind(facts, q, paged_kv_cache, paged_kv_indptr, paged_kv_indices, seq_lens_kv, block_indptr, block_indices,
@@ -96,7 +96,7 @@ class BlockSparsePagedTSWrapper:
             batch_size, seq_len_q, max_seq_len_kv, num_qo_heads, num_kv_heads, head_dim, q_block_size, kv_block_size, page_size, mask_type=mask_type,
             use_kv_valid_bits=use_kv_valid_bits, dtype=dtype, return_lse=return_lse, max_blocks_per_row=max_blocks_per_row, assume_finite=assume_finite,
             **signature_fields)
-        self._plan = (default_store() if store is None else store).get(signature, device, engine)
+        self._plan = store_or_default(store).get(signature, device, engine)
 
     def run(self, q: torch.Tensor, paged_kv_cache: PagedKVCache, paged_kv_indptr: torch.Tensor | None, paged_kv_indices: torch.Tensor | None,
             seq_lens_kv: torch.Tensor, block_indptr: torch.Tensor, block_indices: torch.Tensor, *, block_tables: torch.Tensor | None = None,
@@ -120,6 +120,8 @@ def _dtype_name(q_dtype: torch.dtype, kv_dtype: torch.dtype | None, o_dtype: tor
     for name, dtype in DTYPES.items():
         if dtype == q_dtype:
             return name
+    if not isinstance(q_dtype, torch.dtype):
+        raise TypeError(problem("q_data_type", repr(q_dtype), "a torch.dtype", "pass torch.bfloat16 or torch.float16"))
     raise ValueError(problem("q_data_type", q_dtype, "torch.bfloat16 or torch.float16", "convert q and the cache"))
 
 
@@ -152,12 +154,17 @@ def _raise_fault(found: Inspection, signature: PagedBlockSparseSignature, num_pa
     _, heads, ends = indptr_shape
     request, row = divmod(found.where, heads * (ends - 1))
     at = f"request {request}, head {row // (ends - 1)}, row {row % (ends - 1)}"
+    if signature.page_table == "block_tables":
+        pages, page_table = "block_tables", ("block_tables", f"{found.value} columns for request {found.where}", "ceil(length / page_size)", "widen the table")
+    else:
+        pages, page_table = "paged_kv_indices", (
+            "paged_kv_indptr", f"{found.value} as an end or as the number of pages of request {found.where}",
+            "offsets from 0, never falling, inside paged_kv_indices, that span every live token", "give each request ceil(length / page_size) pages")
     name, got, need, fix = {
-        "page_id": ("paged_kv_indices", f"page {found.value} in request {found.where}", f"ids in [0, {num_pages})", "fill the live prefix of every page list"),
+        "page_id": (pages, f"page {found.value} in request {found.where}", f"ids in [0, {num_pages})", "fill the live prefix of every page list"),
         "length": ("seq_lens_kv", f"{found.value} for request {found.where}", f"lengths in [{least}, {signature.max_seq_len_kv}]",
                    "correct it or raise max_seq_len_kv"),
-        "page_table": ("paged_kv_indptr", f"{found.value} for request {found.where}", "offsets from 0, never falling, that span every live token",
-                       "give each request ceil(length / page_size) pages"),
+        "page_table": page_table,
         "block_indptr": ("block_indptr", f"{found.value} as the end of {at}", "0 <= begin <= end <= block_indices.numel()", "rebuild the offsets"),
         "block_id": ("block_indices", f"block {found.value} in {at}", "blocks that begin inside the live length", "drop it"),
         "block_order": ("block_indices", f"block {found.value} out of order in {at}", "strictly increasing ids within a row", "sort the row and drop repeats"),

@@ -204,10 +204,11 @@ class PagedBlockSparseSignature(RemembersCalls, Signature):
         page_stride = self.page_stride or self.compact_page_stride
         parts = {"paged_kv_cache": cache} if combined else {"paged_kv_cache[0]": cache[0], "paged_kv_cache[1]": cache[1]}
         for name, part in parts.items():
-            checks.in_memory({name: checks.tensor(name, part)})
+            checks.tensor(name, part)
             need, want = ((2, *inner) if combined else inner), _compact_strides(inner, combined)
             if part.dtype != DTYPES[self.dtype] or part.device != device:
                 raise ValueError(problem(name, f"{part.dtype} on {part.device}", f"{DTYPES[self.dtype]} on {device}", "q and the cache must agree"))
+            checks.in_memory({name: part})
             if part.dim() != len(need) + 1 or part.shape[1:] != need or part.shape[0] < 1:
                 raise ValueError(problem(name, f"shape {list(part.shape)}", f"[P, {', '.join(map(str, need))}]", "plan for the cache you run"))
             strides = part.stride()
@@ -229,6 +230,8 @@ class PagedBlockSparseSignature(RemembersCalls, Signature):
             return
         if block_tables is not None:
             raise ValueError(problem("block_tables", "a tensor", "None", "plan with page_table='block_tables' to use it"))
+        if isinstance(page_indptr, torch.Tensor) and page_indptr.dim() == 2:
+            raise ValueError(problem("paged_kv_indptr", f"shape {list(page_indptr.shape)}", f"[{batch + 1}] offsets", "pass a page table as block_tables="))
         checks.contiguous("paged_kv_indptr", checks.metadata("paged_kv_indptr", page_indptr, torch.int32, (batch + 1,), device))
         checks.contiguous("paged_kv_indices", checks.metadata("paged_kv_indices", page_indices, torch.int32, ("n",), device))
 

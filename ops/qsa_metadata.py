@@ -58,6 +58,8 @@ def _cumulative(cu_seqlens: Any) -> torch.Tensor:
     if not isinstance(cu_seqlens, torch.Tensor):
         if not isinstance(cu_seqlens, (list, tuple)) or any(isinstance(n, bool) or not isinstance(n, int) for n in cu_seqlens):
             raise TypeError(problem("cu_seqlens", type(cu_seqlens).__name__, "a tensor or a list of ints", "pass cumulative sequence lengths"))
+        if any(abs(n) > checks.INT32_MAX for n in cu_seqlens):
+            raise ValueError(problem("cu_seqlens", f"{max(cu_seqlens, key=abs)!s:.40}", f"at most {checks.INT32_MAX}", "token ids are 32-bit; split the batch"))
         cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int64)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(problem("cu_seqlens", cu_seqlens.dtype, "torch.int32 or torch.int64", "convert it with .to(torch.int32)"))
@@ -76,6 +78,8 @@ def select_qsa_blocks(scores: torch.Tensor, metadata: QsaMetadata, top_k: int) -
     """
     checks.integer("top_k", top_k)
     checks.tensor("scores", scores)
+    if not isinstance(metadata, QsaMetadata):
+        raise TypeError(problem("metadata", type(metadata).__name__, "a QsaMetadata", "pass what build_qsa_metadata returned"))
     tokens, blocks = metadata.lo.numel(), metadata.block_first.numel()
     if not scores.is_floating_point():
         raise TypeError(problem("scores", scores.dtype, "a floating point tensor", "convert it with .float()"))

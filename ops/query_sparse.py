@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ import torch
 from ..arguments import QuerySparseArguments
 from ..descriptor import SparseBlockDescriptor
 from ..errors import problem
-from ..planning import PlanStore, default_store
+from ..planning import PlanStore, store_or_default
 from ..planning.signature import Signature, register_signature
 from ..runtime.devices import DeviceFacts, device_facts
 from . import checks
@@ -45,7 +44,7 @@ def qsa_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sel_blocks: t
     values never reach a result, whatever bytes they hold. Every run gives the same bits. Use `qsa_indexed_forward` where token ids exist
     already: it has no bitmap to read, which at long T is the larger part of the input.
 
-    scale: any finite number. out, out_fp32, lse: tensors to write to. workspace: uint8, at least the plan's workspace_bytes, of one run
+    scale: any number of magnitude up to 1e37. out, out_fp32, lse: tensors to write to. workspace: uint8, at least the plan's workspace_bytes, of one run
     at a time.
     Returns out [T, Hq, 256] bf16, out_fp32 the same in fp32 (out is its rounding), lse [Hq, T] fp32, natural log, scale included. A query
     that attends nothing gives 0 and lse -inf. No gradient flows: an input that requires grad gives a detached output.
@@ -81,7 +80,7 @@ def _forward(source: str, inputs: tuple[Any, ...], outputs: dict[str, Any], work
     signature = _signature(q.shape[1], k.shape[1], source, q.shape[0])
     facts = device_facts(q.device)
     arguments = signature.bind(facts, *inputs, **outputs)
-    plan = (default_store() if store is None else store).get(signature, facts, engine)
+    plan = store_or_default(store).get(signature, facts, engine)
     plan.launch(arguments, workspace)
     return arguments.result
 
@@ -121,6 +120,8 @@ class QuerySparseSignature(RemembersCalls, Signature):
     capacities: ClassVar[tuple[str, ...]] = ("max_tokens",)
 
     def __post_init__(self) -> None:
+        for name in ("num_qo_heads", "num_kv_heads"):
+            checks.integer(name, getattr(self, name), least=-checks.INT32_MAX)
         if (self.num_qo_heads, self.num_kv_heads) not in HEAD_PAIRS:
             raise NotImplementedError(problem("heads", f"{self.num_qo_heads} query and {self.num_kv_heads} KV heads", f"one of {HEAD_PAIRS}",
                                               "this operation serves one model"))
@@ -194,8 +195,8 @@ class QuerySparseSignature(RemembersCalls, Signature):
 
 
 def _finite(scale: Any) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(problem("scale", repr(scale), "a finite number", "pass a float, 1 / 16 by default"))
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= checks.SCALES[1]:
+        raise ValueError(problem("scale", f"{repr(scale):.40}", f"a finite number, of magnitude up to {checks.SCALES[1]:g}", "pass a float, 1 / 16 by default"))
     return float(scale)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import problem
-from ..planning import PlanStore, default_store
+from ..planning import PlanStore, store_or_default
 from ..runtime.devices import device_facts
 from . import checks
 from .sage_signature import HEAD_DIM, SageBlockSparseSignature, check_flags, check_v_layout
@@ -53,7 +53,7 @@ def sage_block_sparse_attention(
     facts = device_facts(q_int8.device)
     arguments = signature.bind(facts, q_int8, k_int8, v_fp8, q_scale, k_scale, v_scale, q2k_block_index, block_sparse_num, block_sizes, q2k_block_nums,
                                softmax_scale, out=out, lse=lse)
-    plan = (default_store() if store is None else store).get(signature, facts, engine)
+    plan = store_or_default(store).get(signature, facts, engine)
     plan.launch(arguments)
     return arguments.result if return_lse else arguments.out
 

@@ -65,7 +65,7 @@ class SageBlockSparseSignature(RemembersCalls, Signature):
             checks.flag(name, getattr(self, name))
         check_flags(self.uniform, self.contiguous)
         check_v_layout(self.v_layout)
-        if self.block_sizes_rank is not None and (isinstance(self.block_sizes_rank, bool) or self.block_sizes_rank not in (1, 2, 3)):
+        if self.block_sizes_rank is not None and (type(self.block_sizes_rank) is not int or self.block_sizes_rank not in (1, 2, 3)):
             raise ValueError(problem("block_sizes_rank", self.block_sizes_rank, "None, 1, 2 or 3", "shapes [N], [B, N] or [B, H, N]"))
 
     @property
@@ -186,7 +186,7 @@ def _check_data(name: str, value: Any, dtype: torch.dtype, device: torch.device)
     """TypeError for another type or dtype; ValueError for another device, gaps, or an address the copy engine cannot take."""
     checks.tensor(name, value)
     if value.dtype != dtype:
-        raise TypeError(problem(name, value.dtype, dtype, "quantize with quantize_sage_qkv" if name != "out" else "allocate it in bfloat16"))
+        raise TypeError(problem(name, value.dtype, dtype, f"allocate it in {dtype}" if name in ("out", "lse") else "quantize with quantize_sage_qkv"))
     _check_place(name, value, device)
     if value.data_ptr() % 16:
         raise ValueError(problem(name, f"address {value.data_ptr():#x}", "16-byte alignment", "copy it with .clone()"))

@@ -18,7 +18,7 @@ from ..arguments import PagedArguments
 from ..engines.held_paged import HeldDesign
 from ..engines.shard_kernels import HeldLists, Inboxes, exchange_source, gathered_source, held_source, load_kernels, with_held_blocks
 from ..errors import CaptureError, CudnnGraphsError, problem
-from ..planning import Plan, PlanStore, default_store
+from ..planning import Plan, PlanStore, store_or_default
 from ..runtime.devices import DeviceFacts, device_facts
 from ..runtime.streams import current_raw_stream, is_capturing, on_device
 from . import checks
@@ -57,7 +57,7 @@ class ShardedPagedAttention:
             raise OverflowError(problem("max_blocks_per_row", f"{entries} blocks in all rows", f"at most {checks.INT32_MAX}", "lower it, or split the batch"))
         self.signature, self.group, self.device = signature, group, _member(group, device)
         _agree({name: value for name, value in signature.facts().items() if name not in ("page_stride", "kv_layout", "page_table")}, group, self.device)
-        store = default_store() if store is None else store
+        store = store_or_default(store)
         self._cubins = store.cubins
         self.plan: Plan = store.get(signature.replace(return_lse=True), self.device, engine)
         self._held = HeldDesign.of(self.plan.signature.lower(), self.device, dist.get_world_size(group)) if self.plan.engine == "portable" else None
@@ -174,7 +174,7 @@ def sharded_qsa_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sel_b
         if checks.tensor(name, value).dim() != 3:
             raise ValueError(problem(name, f"rank {value.dim()}", "[tokens, heads, 256]", "pack the batch along dim 0"))
     device = _member(group, q.device)
-    store = default_store() if store is None else store
+    store = store_or_default(store)
     total, held = q.shape[0], k.shape[0]
     checks.integer("first_token", first_token, least=0, fix="pass the place of k[0] in the batch")
     if first_token + held > total:

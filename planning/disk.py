@@ -95,6 +95,7 @@ class PlanDirectory:
         return signature, header, payload
 
     def _agreed(self, key: str, header: dict[str, Any], engine: str, device: DeviceFacts) -> Signature:
+        _check_listable(key, header)
         if header["format"] != FORMAT or header["key"] != key or header["engine"] != engine:
             raise ValueError("it is another entry under this name")
         if header["device"] != device.identity():
@@ -140,14 +141,15 @@ class PlanDirectory:
         return damaged
 
     def clear(self) -> list[str]:
-        """Delete every entry. Returns their keys."""
+        """Delete every entry. Returns the keys of those that are gone."""
         keys = self.keys()
         for key in keys:
             self.remove(key)
-        return keys
+        left = set(self.keys())
+        return [key for key in keys if key not in left]
 
     def remove(self, key: str) -> None:
-        """Delete one entry, its header first, so that no reader finds half of it."""
+        """Delete one entry, its header first, so that no reader finds half of it. Logs what could not be deleted."""
         for path in (header_path(self.path(key)), self.path(key), self._uses(key)):
             try:
                 path.unlink(missing_ok=True)
@@ -213,7 +215,8 @@ def _check_listable(key: str, header: dict[str, Any]) -> None:
     """ValueError or KeyError unless it is this entry's header, with all that a list shows, of a kind that can be shown."""
     if header["format"] != FORMAT or header["key"] != key:
         raise ValueError("it is another entry under this name, or of another format")
-    if any(not isinstance(header[n], kind) for n, kind in LISTED.items()) or not isinstance(header["device"]["name"], str):
+    if any(not isinstance(header[n], kind) for n, kind in LISTED.items()) or not (
+            isinstance(header["device"]["name"], str) and isinstance(header["signature"].get("type"), str)):
         raise ValueError("its header holds values of other types")
     if not (0 <= header["created"] < FAR_FUTURE and 0 <= header["build_seconds"] < FAR_FUTURE):
         raise ValueError("its times are none")

@@ -2,7 +2,7 @@
 
 Behind both `python -m cudnn_graphs plans` and `python scripts/inspect_plans.py`. A person gets tables, `--json` a
 program's answer, `list --html FILE` a page with all that list and show tell. Without a command: list.
-Exit status: 0; 1 where `verify` found damage; 2 for a key that names no entry, or several, or a FILE that cannot be written.
+Exit status: 0; 1 where `verify` found damage; 2 for a key that names no entry, or several, a FILE or DIR that cannot be read or written.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from .disk import DiskEntry, PlanDirectory
 from .entry_text import KEY_SHOWN, age, columns, count, leaves, seconds, sections, size, text
 from .html_page import write_page
 from .process_store import default_root
-from .tables import pairs_table, plain, table_of
+from .tables import PlainConsole, pairs_table, plain, table_of
 
 
 class InspectError(Exception):
@@ -65,10 +64,22 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.html is not None and carry_out is not _list:
             raise InspectError(f"html: got {options.plans_command}; need list, whose page tells of every entry what show does; leave the command out")
+        if options.store is not None:
+            _check_directory(root, must_exist=carry_out is _verify)
         return carry_out(directory, options)
     except InspectError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def _check_directory(root: Path, must_exist: bool) -> None:
+    """A directory that is not there yet is an empty store, but nothing to have verified."""
+    try:
+        next(root.iterdir(), None)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not must_exist:
+            return
+        raise InspectError(f"store: got {error}; need a plan store's directory that can be read; see --store") from error
 
 
 def plans_table(entries: Iterable[Mapping[str, Any]]) -> Table:
@@ -91,7 +102,7 @@ def _list(directory: PlanDirectory, options: argparse.Namespace) -> int:
         _write_page(options.html, rows, directory.root, damaged)
     if options.json:
         return _print_json(rows)
-    console = _console()
+    console = PlainConsole()
     if options.html is not None:
         console.print(f"Wrote {options.html}:", soft_wrap=True, markup=False)
     elif rows:
@@ -113,7 +124,7 @@ def _show(directory: PlanDirectory, options: argparse.Namespace) -> int:
     row = _find(directory, options.key)
     if options.json:
         return _print_json(row)
-    console = _console()
+    console = PlainConsole()
     for title, content in sections(row):
         console.print(f"\n[bold]{plain(title)}[/bold]")
         console.print(_columns(content) if isinstance(content, list) else pairs_table(content))
@@ -126,7 +137,7 @@ def _verify(directory: PlanDirectory, options: argparse.Namespace) -> int:
         _print_json([{"key": key, "problem": problem} for key, problem in damaged])
     else:
         total = len(directory.keys())
-        console = _console()
+        console = PlainConsole()
         for key, problem in damaged:
             console.print(f"{key}: {plain(problem)}", soft_wrap=True)
         console.print(f"{count(total - len(damaged), 'entry', 'entries')} sound, {len(damaged)} damaged in {plain(str(directory.root))}", soft_wrap=True)
@@ -141,15 +152,18 @@ def _diff(directory: PlanDirectory, options: argparse.Namespace) -> int:
     table = table_of("field", a["key"][:KEY_SHOWN], b["key"][:KEY_SHOWN], whole=("field",))
     for name in differing:
         table.add_row(plain(name), *(plain(text(name, side[name])) if name in side else "-" for side in (a, b)))
-    _console().print(table if differing else "They are equal.")
+    PlainConsole().print(table if differing else "They are equal.")
     return 0
 
 
 def _clear(directory: PlanDirectory, options: argparse.Namespace) -> int:
     keys = directory.clear()
     if options.json:
-        return _print_json(keys)
-    _console().print(f"Deleted {count(len(keys), 'plan')} in {plain(str(directory.root))}", soft_wrap=True)
+        _print_json(keys)
+    else:
+        PlainConsole().print(f"Deleted {count(len(keys), 'plan')} in {plain(str(directory.root))}", soft_wrap=True)
+    if left := len(directory.keys()):
+        raise InspectError(f"clear: got {count(left, 'entry', 'entries')} that could not be deleted; need a directory that can be written; see the log")
     return 0
 
 
@@ -183,10 +197,6 @@ def _columns(items: list[Mapping[str, Any]]) -> Table:
 
 
 # -- printing ------------------------------------------------------------------------------------------
-
-
-def _console() -> Console:
-    return Console(highlight=False)
 
 
 def _print_json(value: Any) -> int:

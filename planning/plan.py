@@ -104,6 +104,9 @@ class Plan:
     def launch(self, arguments: Any, workspace: torch.Tensor | None = None, *, validate: bool = True) -> None:
         """Launch bound arguments on the caller's current stream of the plan's device. validate: see that the workspace is apart from them."""
         built = self._built
+        if workspace is not None and (not isinstance(workspace, torch.Tensor) or workspace.layout is not torch.strided):
+            raise TypeError(problem("workspace", getattr(workspace, "layout", type(workspace).__name__), "a dense uint8 tensor",
+                                    "allocate plan.workspace_bytes bytes"))
         if built.device.kind == "cpu":
             built.executable.launch(arguments, 0, 0)
             return
@@ -119,12 +122,10 @@ class Plan:
                     built.executable.launch(arguments, own.buffer.data_ptr(), stream)
 
     def _checked(self, workspace: torch.Tensor, arguments: Any | None) -> torch.Tensor:
-        if not isinstance(workspace, torch.Tensor):
-            raise TypeError(problem("workspace", type(workspace).__name__, "a uint8 tensor", "allocate plan.workspace_bytes bytes"))
         if workspace.device != self.device.torch_device or workspace.dtype != torch.uint8 or not workspace.is_contiguous():
             raise ValueError(problem("workspace", f"{workspace.dtype} on {workspace.device}", f"contiguous uint8 on {self.device.torch_device}",
                                      "allocate it with torch.empty(plan.workspace_bytes, dtype=torch.uint8)"))
-        if workspace.numel() < self.workspace_bytes or workspace.data_ptr() % 256:
+        if workspace.numel() < self.workspace_bytes or workspace.data_ptr() % 256 or not workspace.data_ptr():
             raise ValueError(problem("workspace", f"{workspace.numel()} bytes at {workspace.data_ptr():#x}",
                                      f"{self.workspace_bytes} bytes aligned to 256", "allocate plan.workspace_bytes bytes"))
         used = workspace[:self.workspace_bytes]
@@ -133,6 +134,9 @@ class Plan:
             if isinstance(value, torch.Tensor) and share_memory(used, value):
                 raise ValueError(problem("workspace", f"memory shared with {name}", "memory of its own", "give another buffer"))
         return workspace
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self                     # immutable, and what it runs on is shared: a copied module keeps its plans
 
     def describe(self) -> dict[str, Any]:
         """Signature, engine and why the others declined, kernels with registers, spills and shared memory, tile

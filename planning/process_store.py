@@ -7,9 +7,19 @@ import os
 import threading
 from pathlib import Path
 
+from ..errors import problem
 from .store import PlanStore
 
 log = logging.getLogger("cudnn_graphs")
+
+
+def store_or_default(store: PlanStore | None) -> PlanStore:
+    """What an operation's `store=` stands for. TypeError for what is no store."""
+    if store is None:
+        return default_store()
+    if not isinstance(store, PlanStore):
+        raise TypeError(problem("store", type(store).__name__, "a PlanStore", "open one with PlanStore(directory)"))
+    return store
 
 
 def default_root() -> Path:

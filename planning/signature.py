@@ -56,8 +56,10 @@ class Signature:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Signature:
         """The signature `to_json` described. ValueError for an unknown type or field."""
+        if not isinstance(data, dict) or not isinstance(data.get("type"), str):
+            raise ValueError(f"signature: got {data!r:.80}; need an object with a type and its fields; write it with to_json()")
         data = dict(data)
-        name = data.pop("type", None)
+        name = data.pop("type")
         if name not in _types:
             raise ValueError(f"type: got {name!r}; need one of {sorted(_types)}; import the operation that defines it")
         try:

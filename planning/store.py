@@ -75,6 +75,10 @@ class PlanStore:
     """
 
     def __init__(self, root: str | os.PathLike[str] | None = None, *, max_entries: int = 4096, max_bytes: int = 4 << 30, trust: bool = False) -> None:
+        if isinstance(root, str) and not root:
+            raise ValueError(problem("root", "an empty path", "a directory, or None for memory only", "see whether a variable is unset"))
+        if not isinstance(max_entries, int) or not isinstance(max_bytes, int):
+            raise TypeError(problem("max_entries, max_bytes", f"{max_entries!r}, {max_bytes!r}", "ints", "see the class's docstring"))
         if max_entries < 1:
             raise ValueError(problem("max_entries", max_entries, "at least 1", "the plan that is being served has to be kept"))
         self.root = None if root is None else Path(root).expanduser()
@@ -119,6 +123,8 @@ class PlanStore:
 
     def build(self, signatures: Iterable[Signature], device: Any = None, *, engine: str | None = None, progress: bool = False, pin: bool = True) -> list[Plan]:
         """Plans for all `signatures`, each exactly, built where the store does not hold them. pin: never evict them."""
+        if isinstance(signatures, Signature):
+            raise TypeError(problem("signatures", type(signatures).__name__, "several, in a list", "call build([signature])"))
         facts, todo = device_facts(device), list(signatures)
         plans = []
         for signature in _track(todo, progress):
@@ -133,6 +139,8 @@ class PlanStore:
             self._pinned.add(key)
 
     def _find(self, signature: Signature, device: DeviceFacts, engine: str | None, *, exact: bool) -> Plan:
+        if not isinstance(signature, Signature):
+            raise TypeError(problem("signature", type(signature).__name__, "a signature", "make one, for example PagedBlockSparseSignature(...)"))
         with self._refusals(signature, device, engine):
             picked, declined = choose(signature.lower(), device, engine)
             key = entry_key(signature, picked, device)

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from .entry_text import text
+
+BROKEN_PIPE = 141           # of a program that SIGPIPE ended, as a shell tells it
+
+
+class PlainConsole(Console):
+    """Without colours for numbers; a reader that went away is `until_the_reader_leaves`'s."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False)
+
+    def on_broken_pipe(self) -> NoReturn:
+        raise BrokenPipeError
+
+
+def until_the_reader_leaves(main: Callable[[], int]) -> int:
+    """The exit status of `main`, or BROKEN_PIPE, without a traceback, where `| head` read no further."""
+    try:
+        status = main()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # what is still buffered is written at exit
+        return BROKEN_PIPE
 
 
 def table_of(*names: str, right: Collection[str] = (), whole: Collection[str] = ()) -> Table:

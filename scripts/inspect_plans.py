@@ -6,6 +6,7 @@ import sys
 
 import cudnn_graphs.ops  # noqa: F401 - registers every signature type
 from cudnn_graphs.planning.inspect import main
+from cudnn_graphs.planning.tables import until_the_reader_leaves
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_the_reader_leaves(main))

@@ -70,13 +70,39 @@ def test_list_counts_loads_of_every_process(store, plans):
     assert {r["key"]: r["hits"] for r in json.loads(out)} == {described[0]["key"]: 0, described[1]["key"]: 1}
 
 
-@pytest.mark.parametrize("arguments, answer", [(["list"], []), (["verify"], []), (["clear"], [])])
+@pytest.mark.parametrize("arguments, answer", [(["list"], []), (["clear"], [])])
 def test_no_directory_is_an_empty_store(arguments, answer, tmp_path, plans):
     status, out, _ = plans(*arguments, "--json", "--store", tmp_path / "nowhere")
     assert status == 0 and json.loads(out) == answer
     status, out, _ = plans(*arguments, "--store", tmp_path / "nowhere")
     assert status == 0 and "nowhere" in out
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_what_is_no_directory_is_not_verified(tmp_path, plans):
+    """A mistyped path must not pass a check."""
+    (tmp_path / "file").write_text("")
+    for arguments in (["verify", "--store", tmp_path / "nowhere"], ["verify", "--store", tmp_path / "file"], ["list", "--store", tmp_path / "file"]):
+        status, out, error = plans(*arguments)
+        assert (status, out) == (2, "") and "store: got" in error and "need a plan store's directory" in error
+
+
+def test_clear_says_what_it_could_not_delete(store, plans, monkeypatch):
+    root, _ = store
+    monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: (_ for _ in ()).throw(PermissionError(13, "denied", str(self))))
+    status, out, error = plans("clear", "--json", "--store", root)
+    assert (status, json.loads(out)) == (2, []) and "clear: got 2 entries that could not be deleted" in error
+    assert len(list(root.glob("*.plan.json"))) == 2
+
+
+@pytest.mark.parametrize("arguments", [["plans", "list"], ["plans", "list", "--json"], ["env"]])
+def test_a_reader_that_goes_away_gets_no_traceback(arguments, store, tmp_path):
+    root, _ = store
+    more = ["--store", str(root)] if arguments[0] == "plans" else []
+    program = subprocess.Popen([sys.executable, "-m", "cudnn_graphs", *arguments, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
+    program.stdout.close()
+    error = program.stderr.read()
+    assert program.wait(timeout=60) == 141 and b"Traceback" not in error, error
 
 
 def test_show_prints_all_of_describe(store, plans):

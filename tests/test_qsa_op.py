@@ -111,7 +111,7 @@ BITMAP_ERRORS = [
     *((name, misaligned, ValueError) for name in ("q", "k", "v")),
     *((name, lambda x: x.to("meta"), ValueError) for name in ("k", "v", "sel_blocks", "lo", "block_last")),
     ("v", lambda x: x[..., :128].contiguous(), ValueError), ("sel_blocks", lambda x: x != 0, ValueError), ("sel_blocks", lambda x: x[:, :0], ValueError),
-    *(("scale", lambda x, bad=bad: bad, ValueError) for bad in (NAN, float("inf"), True, "1", None, torch.tensor(1.0))),
+    *(("scale", lambda x, bad=bad: bad, ValueError) for bad in (NAN, float("inf"), 1e38, 10**400, True, "1", None, torch.tensor(1.0))),
 ]
 
 

@@ -10,11 +10,12 @@ from cudnn_graphs.ops.qsa_metadata import build_qsa_metadata
 from cudnn_graphs.reference import query_sparse as reference
 
 
-def run(q, k, v, scale=1 / 16, metadata=None, sel_blocks=None, indices=None):
+def run(q, k, v, scale=1 / 16, metadata=None, sel_blocks=None, indices=None, default_device="cpu"):
     out, out_fp32 = torch.full_like(q, float("nan")), torch.full(q.shape, float("nan"))
     lse = torch.full((q.shape[1], q.shape[0]), float("nan"))
     fields = {} if metadata is None else metadata._asdict()
-    reference.query_sparse(QuerySparseArguments(q, k, v, out, out_fp32, lse, scale, sel_blocks=sel_blocks, indices=indices, **fields))
+    with torch.device(default_device):
+        reference.query_sparse(QuerySparseArguments(q, k, v, out, out_fp32, lse, scale, sel_blocks=sel_blocks, indices=indices, **fields))
     return out, out_fp32, lse
 
 
@@ -33,6 +34,14 @@ def test_bitmap(heads, sequences, density, scale, monkeypatch):
     q, k, v = qkv(metadata.lo.numel(), heads)
     sel = random_bitmap(metadata, density, tail=density > 0)
     check(run(q, k, v, scale, metadata, sel), oracle_bitmap(q, k, v, sel, metadata, scale))
+
+
+def test_tensors_lie_where_the_inputs_do_whatever_the_default_device():
+    metadata = packed_batch(3, 24, seed=3)
+    q, k, v = qkv(metadata.lo.numel(), (3, 1))
+    sel = random_bitmap(metadata, 0.5, tail=True)
+    for chosen in ({"metadata": metadata, "sel_blocks": sel}, {"indices": bitmap_indices(sel, metadata, 32)}):
+        assert all(map(torch.equal, run(q, k, v, **chosen, default_device="meta"), run(q, k, v, **chosen)))
 
 
 def test_windows_that_cut_blocks_and_leave_the_batch():

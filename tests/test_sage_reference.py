@@ -22,6 +22,14 @@ def test_every_rule(facts, monkeypatch):
     assert total < 3e-3 and worst < 5e-3 and lse_error < 1e-4
 
 
+@pytest.mark.parametrize("facts", [dict(), dict(sizes_rank=3), dict(v_layout="interleaved16")], ids=str)
+def test_tensors_lie_where_the_inputs_do_whatever_the_default_device(facts):
+    case = SageCase(**facts).make()
+    want = [part.clone() for part in run(case)]
+    with torch.device("meta"):
+        assert all(map(torch.equal, run(case), want))
+
+
 @pytest.mark.parametrize("layout", ["natural", "interleaved16"])
 @pytest.mark.parametrize("facts", [dict(), dict(sizes_rank=3), dict(uniform=True, contiguous=True), dict(seq_k=4033, capacity=12, count=12)], ids=str)
 def test_one_hot_rows_place_every_token(facts, layout):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import gc
 import json
@@ -33,6 +34,7 @@ from cudnn_graphs.planning import default_store, process_store
 from cudnn_graphs.planning import plan as plan_module
 from cudnn_graphs.planning import store as store_module
 from cudnn_graphs.planning.process_store import default_root
+from cudnn_graphs.planning.signature import Signature
 from cudnn_graphs.runtime import environment, streams
 from cudnn_graphs.runtime import files as files_module
 from cudnn_graphs.runtime.cubins import CubinCache
@@ -1001,3 +1003,34 @@ def test_launches_beside_a_capture_on_another_device_are_refused(monkeypatch):
 def test_a_store_that_may_keep_nothing(entries):
     with pytest.raises(ValueError, match="max_entries: got .*; need at least 1"):
         PlanStore(max_entries=entries)
+
+
+def test_what_is_no_store_no_signature_and_no_path_is_said_so(root, engine):
+    store = PlanStore(root)
+    refused = {
+        (ValueError, "root: got an empty path"): lambda: PlanStore(""),
+        (TypeError, "max_entries, max_bytes: got 'a'"): lambda: PlanStore(root, max_entries="a"),
+        (TypeError, "signatures: got .*build"): lambda: store.build(signature(), "cpu"),
+        (TypeError, "signature: got NoneType"): lambda: store.get(None, "cpu"),
+        (TypeError, "store: got str; need a PlanStore"): lambda: process_store.store_or_default(str(root)),
+        (ValueError, r"signature: got \[1\]"): lambda: Signature.from_json([1]),
+        (ValueError, "signature: got {"): lambda: Signature.from_json({"type": [1]}),
+    }
+    for (error, words), call in refused.items():
+        with pytest.raises(error, match=words):
+            call()
+
+
+def test_a_copied_module_keeps_its_plans(root, engine):
+    plan = PlanStore(root).get(signature(), "cpu")
+    assert copy.deepcopy({"plan": plan})["plan"] is plan
+
+
+def test_an_entry_that_cannot_be_listed_is_not_loaded(engine, root):
+    PlanStore(root).build([signature()], "cpu")
+    (path,) = root.glob("*.plan")
+    payload, header = files_module.read_record(path)
+    files_module.write_atomic(path, payload, {name: value for name, value in header.items() if name != "created"})
+    store = PlanStore(root)
+    store.get(signature(), "cpu")
+    assert counts(store) == {"misses": 1, "builds": 1} and len(store.entries()) == 1

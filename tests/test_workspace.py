@@ -10,6 +10,7 @@ import pytest
 import torch
 from paged_cases import PagedCase
 
+from cudnn_graphs.memory import share_memory
 from cudnn_graphs.planning.plan import BuiltPlan, Plan
 from cudnn_graphs.runtime.devices import device_facts
 
@@ -59,3 +60,25 @@ def test_a_workspace_may_lie_in_the_padding_of_pages():
     assert plan._checked(inside, arguments) is inside
     with pytest.raises(ValueError, match="memory shared with k"):
         plan._checked(cache[first + inner - 128:first + stride].view(torch.uint8), arguments)
+
+
+def test_what_is_no_dense_tensor_is_refused_on_every_plan():
+    plan, arguments = plan_and_arguments()
+    for bad in ("x", torch.zeros(8, dtype=torch.uint8).to_sparse()):
+        with pytest.raises(TypeError, match="workspace: got .*; need a dense uint8 tensor"):
+            plan.launch(arguments, bad)
+    freed = torch.zeros(1 << 14, dtype=torch.uint8)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="workspace: got 16384 bytes at 0x0"):
+        plan._checked(freed, arguments)
+
+
+def test_strides_too_hard_to_tell_apart_count_as_sharing():
+    """numpy would look for an address that both reach for longer than anyone waits."""
+    memory = torch.empty(0, dtype=torch.bfloat16).untyped_storage()
+    memory.resize_(2 * 3 * 19031448 + (1 << 20))        # never touched, so never in RAM
+    whole = torch.empty(0, dtype=torch.bfloat16).set_(memory)
+    q = whole.as_strided((3, 1021, 12, 256), (9515728, 9320, 256, 1))
+    out = whole.as_strided((3, 1021, 12, 256), (19031448, 18640, 256, 1), 3064)
+    assert share_memory(q, out)
+    assert not share_memory(q[:, ::2], q[:, 1::2]) and share_memory(q[:, ::2], q[:, 2:4])

@@ -51,7 +51,7 @@ def _bitmap_pairs(a: QuerySparseArguments, begin: int, end: int) -> tuple[torch.
     rows, blocks = torch.nonzero(a.sel_blocks[begin:end], as_tuple=True)
     first, lo, hi = a.block_first.long()[blocks], a.lo.long()[begin:end][rows], a.hi.long()[begin:end][rows]
     last = torch.minimum(torch.minimum(a.block_last.long()[blocks], first + BLOCK_TOKENS - 1), hi)
-    tokens = first[:, None] + torch.arange(BLOCK_TOKENS)
+    tokens = first[:, None] + torch.arange(BLOCK_TOKENS, device=first.device)
     visible = (tokens >= lo[:, None]) & (tokens <= last[:, None]) & (tokens >= 0) & (tokens < a.q.shape[0])
     return _unique(rows[:, None].expand_as(tokens)[visible], tokens[visible], a.q.shape[0])
 
@@ -59,7 +59,7 @@ def _bitmap_pairs(a: QuerySparseArguments, begin: int, end: int) -> tuple[torch.
 def _indexed_pairs(a: QuerySparseArguments, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     assert a.indices is not None
     tokens = a.indices[begin:end].long()
-    rows = torch.arange(end - begin)[:, None].expand_as(tokens)
+    rows = torch.arange(end - begin, device=tokens.device)[:, None].expand_as(tokens)
     visible = (tokens >= 0) & (tokens <= rows + begin)
     return _unique(rows[visible], tokens[visible], a.q.shape[0])
 
@@ -72,10 +72,11 @@ def _unique(rows: torch.Tensor, tokens: torch.Tensor, total: int) -> tuple[torch
 def _attend(a: QuerySparseArguments, begin: int, end: int, rows: torch.Tensor, tokens: torch.Tensor) -> None:
     queries, heads_kv, dim = end - begin, a.k.shape[1], a.q.shape[2]
     counts = torch.bincount(rows, minlength=queries)
-    slot = torch.arange(rows.numel()) - (counts.cumsum(0) - counts)[rows]
+    slot = torch.arange(rows.numel(), device=rows.device) - (counts.cumsum(0) - counts)[rows]
     width = max(int(counts.max()), 1)
-    keys, values = (torch.zeros(queries, width, heads_kv, dim, dtype=torch.float32).index_put_((rows, slot), x[tokens].float()) for x in (a.k, a.v))
-    listed = torch.arange(width) < counts[:, None]
+    shape = queries, width, heads_kv, dim
+    keys, values = (torch.zeros(shape, dtype=torch.float32, device=rows.device).index_put_((rows, slot), x[tokens].float()) for x in (a.k, a.v))
+    listed = torch.arange(width, device=rows.device) < counts[:, None]
     q = a.q[begin:end].float().view(queries, heads_kv, -1, dim)
     scores = torch.einsum("tghd,twgd->tghw", q, keys) * a.scale
     scores = torch.where(listed[:, None, None, :], scores, float("-inf"))

@@ -36,7 +36,7 @@ def _valid_keys(a: SageArguments) -> torch.Tensor:
     """Leading visible keys of every block, [B, H, N]."""
     batch, heads, seq_len_k, _ = a.k.shape
     num_blocks = a.k_scale.shape[-1]
-    sizes = (seq_len_k - BLOCK * torch.arange(num_blocks)).clamp(max=BLOCK)
+    sizes = (seq_len_k - BLOCK * torch.arange(num_blocks, device=a.k.device)).clamp(max=BLOCK)
     if a.block_sizes is not None:
         given = a.block_sizes if a.block_sizes.ndim != 2 else a.block_sizes[:, None]
         sizes = torch.minimum(sizes, given.long())
@@ -46,10 +46,10 @@ def _valid_keys(a: SageArguments) -> torch.Tensor:
 def _listed_blocks(a: SageArguments, b: int, h: int, first: int, last: int) -> torch.Tensor:
     """Block ids of rows [first, last), -1 where there is none: [rows, longest count]."""
     capacity, num_blocks = a.block_index.shape[3], a.k_scale.shape[-1]
-    counts = torch.full((last - first,), a.count) if a.counts is None else a.counts[b, h, first:last].long()
+    counts = torch.full((last - first,), a.count, device=a.q.device) if a.counts is None else a.counts[b, h, first:last].long()
     counts = torch.where((counts >= 0) & (counts <= capacity), counts, 0)
     longest = int(counts.max())
-    slot = torch.arange(longest)
+    slot = torch.arange(longest, device=a.q.device)
     blocks = a.block_index[b, h, first:last, :longest].long()
     if a.contiguous and longest:                          # one count for all rows: only the last id is read
         final = blocks[:, -1:]
@@ -65,16 +65,17 @@ def _attend_rows(a: SageArguments, b: int, h: int, span: slice, blocks: torch.Te
     rows, width = blocks.shape
     listed = blocks.clamp(min=0)
     size = torch.where(blocks >= 0, valid[listed], 0)
-    visible = (torch.arange(BLOCK) < size[..., None]).view(rows, 1, width * BLOCK)
-    keys = (listed[..., None] * BLOCK + torch.arange(BLOCK)).view(rows, width * BLOCK).clamp(max=k.shape[0] - 1)
-    q = torch.zeros(rows * BLOCK, k.shape[1], dtype=torch.float32)
+    in_block = torch.arange(BLOCK, device=blocks.device)
+    visible = (in_block < size[..., None]).view(rows, 1, width * BLOCK)
+    keys = (listed[..., None] * BLOCK + in_block).view(rows, width * BLOCK).clamp(max=k.shape[0] - 1)
+    q = torch.zeros(rows * BLOCK, k.shape[1], dtype=torch.float32, device=k.device)
     q[:tokens] = a.q[b, h, span].float()
-    q_scale = torch.zeros(rows * BLOCK, dtype=torch.float32)
+    q_scale = torch.zeros(rows * BLOCK, dtype=torch.float32, device=k.device)
     q_scale[:tokens] = a.q_scale[b, h].repeat_interleave(32)[span]
     k_scale = (a.k_scale[b, h, listed] * a.softmax_scale).repeat_interleave(BLOCK, dim=1)
     scores = torch.bmm(q.view(rows, BLOCK, -1), k[keys].mT) * q_scale.view(rows, BLOCK, 1) * k_scale[:, None]
     scores = scores.masked_fill(~visible, float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1) if width else torch.full((rows, BLOCK), float("-inf"), dtype=torch.float32)
+    lse = torch.logsumexp(scores, dim=-1) if width else torch.full((rows, BLOCK), float("-inf"), dtype=torch.float32, device=k.device)
     p = torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
     out = torch.bmm(p, v[keys].masked_fill(~visible.mT, 0.0))
     return out.view(rows * BLOCK, -1)[:tokens], lse.view(-1)[:tokens]
