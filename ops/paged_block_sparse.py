@@ -88,7 +88,10 @@ class BlockSparsePagedTSWrapper:
         """
         if is_capturing():
             raise CaptureError(problem("plan", "a call under CUDA graph capture", "a plan made before capture", "call plan() first, capture run()"))
-        dtype = _dtype_name(q_data_type, kv_data_type, o_data_type)
+        for name, value in (("kv_data_type", kv_data_type), ("o_data_type", o_data_type)):
+            if value is not None and value != q_data_type:
+                raise ValueError(problem(name, value, f"q_data_type ({q_data_type})", "the three dtypes must agree"))
+        dtype = _dtype_name("q_data_type", q_data_type)
         allowed = {"kv_layout", "page_stride", "page_table", "shared_pattern"}
         if unknown := set(signature_fields) - allowed:
             raise TypeError(problem("plan", f"unknown arguments {sorted(unknown)}", f"any of {sorted(allowed)}", "see PagedBlockSparseSignature"))
@@ -113,16 +116,14 @@ class BlockSparsePagedTSWrapper:
                                      validate=validate)
 
 
-def _dtype_name(q_dtype: torch.dtype, kv_dtype: torch.dtype | None, o_dtype: torch.dtype | None) -> str:
-    for name, value in (("kv_data_type", kv_dtype), ("o_data_type", o_dtype)):
-        if value is not None and value != q_dtype:
-            raise ValueError(problem(name, value, f"q_data_type ({q_dtype})", "the three dtypes must agree"))
-    for name, dtype in DTYPES.items():
-        if dtype == q_dtype:
-            return name
-    if not isinstance(q_dtype, torch.dtype):
-        raise TypeError(problem("q_data_type", repr(q_dtype), "a torch.dtype", "pass torch.bfloat16 or torch.float16"))
-    raise ValueError(problem("q_data_type", q_dtype, "torch.bfloat16 or torch.float16", "convert q and the cache"))
+def _dtype_name(name: str, dtype: torch.dtype) -> str:
+    """A signature's name of `dtype`, which came as the argument `name`."""
+    for known, value in DTYPES.items():
+        if value == dtype:
+            return known
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(problem(name, repr(dtype), "a torch.dtype", "pass torch.bfloat16 or torch.float16"))
+    raise ValueError(problem(name, dtype, "torch.bfloat16 or torch.float16", "convert q and the cache"))
 
 
 def call_facts(q: torch.Tensor, cache: Any, block_indptr: Any, block_tables: Any, q_block_size: int, kv_block_size: int, max_seq_len_kv: int,
@@ -134,6 +135,8 @@ def call_facts(q: torch.Tensor, cache: Any, block_indptr: Any, block_tables: Any
     k = checks.tensor("paged_kv_cache", cache if combined else cache[0])
     if q.dim() != 4:
         raise ValueError(problem("q", f"rank {q.dim()}", "[B, Sq, Hq, D]", "add the missing dimensions"))
+    if not q.numel():
+        raise ValueError(problem("q", f"shape {list(q.shape)}", "at least one of everything", "call it where there are queries"))
     if k.dim() != (5 if combined else 4):
         raise ValueError(problem("paged_kv_cache", f"rank {k.dim()}", "[P, 2, Hkv, page, D], or a tuple of [P, Hkv, page, D]", "pass one of the two"))
     num_kv_heads, page_size = k.shape[-3], k.shape[-2]
@@ -141,7 +144,7 @@ def call_facts(q: torch.Tensor, cache: Any, block_indptr: Any, block_tables: Any
     shared = indptr.dim() == 3 and indptr.shape[1] == 1 and num_kv_heads > 1
     return dict(batch_size=q.shape[0], seq_len_q=q.shape[1], max_seq_len_kv=max_seq_len_kv, num_qo_heads=q.shape[2], num_kv_heads=num_kv_heads,
                 head_dim=q.shape[3], q_block_size=q_block_size, kv_block_size=kv_block_size, page_size=page_size, mask_type=mask_type,
-                use_kv_valid_bits=valid_bits is not None, dtype=_dtype_name(q.dtype, None, None), return_lse=return_lse,
+                use_kv_valid_bits=valid_bits is not None, dtype=_dtype_name("q", q.dtype), return_lse=return_lse,
                 kv_layout="combined" if combined else "tuple", page_stride=k.stride(0) if k.shape[0] > 1 else None,
                 page_table="indptr" if block_tables is None else "block_tables", shared_pattern=shared)
 

@@ -97,6 +97,8 @@ def test_wrapper_dtypes_must_agree(store):
             wrapper.plan(*sizes, device="cpu", store=store, **{name: torch.bfloat16})
     with says(ValueError, "q_data_type", "torch.float32", "torch.bfloat16 or torch.float16", "convert"):
         wrapper.plan(*sizes, device="cpu", store=store, q_data_type=torch.float32)
+    with says(TypeError, "q_data_type", "'bfloat16'", "a torch.dtype", "torch.bfloat16"):
+        wrapper.plan(*sizes, device="cpu", store=store, q_data_type="bfloat16")
     with says(TypeError, "plan", "unknown arguments ['page_strid']", "page_stride", "PagedBlockSparseSignature"):
         wrapper.plan(*sizes, device="cpu", store=store, page_strid=4)
 
@@ -112,12 +114,12 @@ def shifted(value: torch.Tensor, elements: int = 1) -> torch.Tensor:
 TENSORS: list[tuple[str, Any, type[Exception], str, str, str, str]] = [
     # argument, what it becomes, error, then the name and the three parts of its message
     ("q", lambda c: c.q.tolist(), TypeError, "q", "list", "torch.Tensor", "torch.as_tensor"),
-    ("q", lambda c: c.q.float(), ValueError, "q_data_type", "torch.float32", "torch.bfloat16", "convert"),
+    ("q", lambda c: c.q.float(), ValueError, "q", "torch.float32", "torch.bfloat16", "convert"),
     ("q", lambda c: c.q[0], ValueError, "q", "rank 3", "[B, Sq, Hq, D]", "dimensions"),
     ("q", lambda c: shifted(c.q), ValueError, "q", "address", "16-byte alignment", "multiples of 8 elements"),
     ("q", lambda c: c.q.mT.contiguous().mT, ValueError, "q", "strides", "a last dimension of stride 1", "contiguously"),
     ("q", lambda c: torch.empty(2, 16, 4, 68, dtype=c.dtype)[..., :64], ValueError, "q", "strides", "16-byte alignment", "multiples of 8"),
-    ("q", lambda c: c.q[:0], ValueError, "batch_size", "0", "at least 1", "positive"),
+    ("q", lambda c: c.q[:0], ValueError, "q", "shape [0, ", "at least one of everything", "where there are queries"),
     ("q", lambda c: c.q.to("meta"), ValueError, "device", "meta", "cuda or cpu", "move"),
     ("paged_kv_cache", lambda c: list(c.cache) + [None], TypeError, "paged_kv_cache", "list", "(K, V) tuple", "pass one"),
     ("paged_kv_cache", lambda c: None, TypeError, "paged_kv_cache", "NoneType", "(K, V) tuple", "pass one"),
