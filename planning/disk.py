@@ -96,7 +96,7 @@ class PlanDirectory:
 
     def _agreed(self, key: str, header: dict[str, Any], engine: str, device: DeviceFacts) -> Signature:
         _check_listable(key, header)
-        if header["format"] != FORMAT or header["key"] != key or header["engine"] != engine:
+        if header["engine"] != engine:
             raise ValueError("it is another entry under this name")
         if header["device"] != device.identity():
             raise ValueError(f"it was built for {header['device']}")
