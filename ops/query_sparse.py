@@ -120,10 +120,9 @@ class QuerySparseSignature(RemembersCalls, Signature):
     capacities: ClassVar[tuple[str, ...]] = ("max_tokens",)
 
     def __post_init__(self) -> None:
-        for name in ("num_qo_heads", "num_kv_heads"):
-            checks.integer(name, getattr(self, name), least=-checks.INT32_MAX)
-        if (self.num_qo_heads, self.num_kv_heads) not in HEAD_PAIRS:
-            raise NotImplementedError(problem("heads", f"{self.num_qo_heads} query and {self.num_kv_heads} KV heads", f"one of {HEAD_PAIRS}",
+        pair = self.num_qo_heads, self.num_kv_heads
+        if pair not in HEAD_PAIRS or any(type(n) is not int for n in pair):      # 12.0 is equal to 12, and would have another key
+            raise NotImplementedError(problem("heads", f"{self.num_qo_heads!r} query and {self.num_kv_heads!r} KV heads", f"one of {HEAD_PAIRS}",
                                               "this operation serves one model"))
         checks.one_of("source", self.source, SOURCES)
         checks.flag("assume_finite", self.assume_finite)

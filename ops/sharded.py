@@ -91,10 +91,10 @@ class ShardedPagedAttention:
             self._parts[batch] = parts
         return parts
 
-    def _attend(self, whole: PagedArguments, workspace: torch.Tensor | None) -> None:
+    def _attend(self, whole: PagedArguments, workspace: torch.Tensor | None, validate: bool) -> None:
         """To what is held of the whole's lists."""
         if self._held is None:
-            self.plan.launch(with_held_blocks(whole, self._lists, self.device, self._cubins), workspace)
+            self.plan.launch(with_held_blocks(whole, self._lists, self.device, self._cubins), workspace, validate=validate)
             return
         with on_device(self.device):
             self._held.launch(self._cubins.loaded(self._held.kernel, self.device), whole, current_raw_stream(self.device))
@@ -113,7 +113,7 @@ class ShardedPagedAttention:
         bound = self.signature.bind(self.device, q, paged_kv_cache, paged_kv_indptr, paged_kv_indices, seq_lens_kv, block_indptr, block_indices,
                                     block_tables=block_tables, kv_valid_bits=kv_valid_bits, sm_scale=sm_scale, out=out, lse=lse, validate=validate)
         parts = self._parts_of(bound.q.shape[0])
-        self._attend(dataclasses.replace(bound, out=parts.out, lse=parts.lse), workspace)
+        self._attend(dataclasses.replace(bound, out=parts.out, lse=parts.lse), workspace, validate)
         parts.merge_into(bound.out, bound.lse, self._cubins)
         return bound.result
 

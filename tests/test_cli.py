@@ -79,6 +79,13 @@ def test_no_directory_is_an_empty_store(arguments, answer, tmp_path, plans):
     assert not (tmp_path / "nowhere").exists()
 
 
+@pytest.mark.parametrize("script", ["bench_sharded", "demo_sharded"])
+def test_a_script_for_ranks_says_that_torchrun_starts_it(script, tmp_path):
+    without = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    done = subprocess.run([sys.executable, ROOT / "scripts" / f"{script}.py"], capture_output=True, text=True, cwd=tmp_path, env=without, check=False)
+    assert done.returncode == 1 and f"torchrun --nproc-per-node 2 scripts/{script}.py" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
 def test_what_is_no_directory_is_not_verified(tmp_path, plans):
     """A mistyped path must not pass a check."""
     (tmp_path / "file").write_text("")

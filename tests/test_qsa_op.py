@@ -78,7 +78,7 @@ def test_signature():
     assert QuerySparseSignature(12, 1, "bitmap", 4096).fits(signature) and not signature.fits(QuerySparseSignature(12, 1, "bitmap", 4096))
     assert QuerySparseSignature(12, 1, max_tokens=2**31 - 1).max_tokens == 2**31 - 1
     assert signature.lower().kind == "bitmap/packed" and QuerySparseSignature(24, 2, "indices").lower().kind == "token_ids/packed"
-    for heads in ((12, 2), (16, 1), (0, 0)):
+    for heads in ((12, 2), (16, 1), (0, 0), (12.0, 1), (12, True)):
         with pytest.raises(NotImplementedError):
             QuerySparseSignature(*heads)
     with pytest.raises(ValueError):
